@@ -25,7 +25,6 @@
 #include <vector>
 
 #include "llmc/arithmetic.h"
-#include "llmc/cpu/buffer.h"
 #include "llmc/cpu/matmul.h"
 #include "llmc/cpu/tile_matmul.h"
 #include "llmc/stream.h"
@@ -243,8 +242,7 @@ inline void attention_backward_head(AttentionHead<bf16>& x, T* dqkv, float* sums
     const float* d = pair_rows<bf16>(x.dout_pairs, x.dout, x.padded_T, x.padded_hs, x.padded_hs);
     transpose(x.qt, x.ld_p, q, x.padded_hs, x.padded_T / x.in_word, x.padded_hs);
     transpose(x.dout_t, x.ld_p, d, x.padded_hs, x.padded_T / x.in_word, x.padded_hs);
-    std::fill_n(x.dkt.data(), x.dkt.count(), 0.0f);
-    std::fill_n(x.dvt.data(), x.dvt.count(), 0.0f);
+    for (auto* one : {&x.dkt, &x.dvt}) { std::fill_n(one->data(), one->count(), 0.0f); }
     for (int first = 0; first < x.T; first += attention_queries) {
         attention_backward_tile(x, dout, out, lse, C, first);
     }
@@ -261,15 +259,20 @@ inline void attention_backward_head(AttentionHead<bf16>& x, T* dqkv, float* sums
     }
 }
 
-// Calls work(scratch, b, h) for all heads, on all threads. A thread's scratch stays for the next layer: new
-// memory would cost a tenth of attention's time.
+// The calling thread's scratch. It stays for the next layer: new memory would cost a tenth of attention's time.
+template <bool bf16>
+inline AttentionHead<bf16>& scratch_of_thread(int T, int hs) {
+    thread_local std::optional<AttentionHead<bf16>> x;
+    if (!x || x->T != T || x->hs != hs) { x.emplace(T, hs); }
+    return *x;
+}
+
+// Calls work(scratch, b, h) for all heads, on all threads.
 template <bool bf16, typename Work>
 inline void for_each_head_of(int B, int T, int hs, int NH, const Work& work) {
     #pragma omp parallel
     {
-        thread_local std::optional<AttentionHead<bf16>> scratch;
-        if (!scratch || scratch->T != T || scratch->hs != hs) { scratch.emplace(T, hs); }
-        AttentionHead<bf16>& x = *scratch;
+        AttentionHead<bf16>& x = scratch_of_thread<bf16>(T, hs);
         const AmxRegisters registers(x.amx);
         #pragma omp for collapse(2)
         for (int b = 0; b < B; b++) {

@@ -28,7 +28,6 @@ public:
         : client(url, silence), root(std::move(root)) {
         pauses = pauses_of_bucket;
         client.check();
-        client.repeat_for(std::min(silence, 5.0));  // the log asks again
     }
 
     std::vector<StoreAnswer> perform_all(const std::vector<StoreRequest>& requests) override {

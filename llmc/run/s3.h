@@ -100,8 +100,8 @@ inline void sign_by(CURL* easy, const S3Settings& settings) {
 class S3Client {
 public:
     // UserError if the URL or the environment is wrong.
-    // silence: seconds after which a connection counts as lost (at most 10). Its request has a second try: a
-    // store may let writes of one key wait for each other (SeaweedFS: each for a second).
+    // silence: seconds after which a connection counts as lost (at most 10). In check() its request has a
+    // second try: a store may let writes of one key wait for each other (SeaweedFS: each for a second).
     S3Client(const std::string& url, double silence)
         : settings(s3_settings(url)), silence(std::min(silence, 10.0)), patience(2 * this->silence) {
         static const CURLcode once = curl_global_init(CURL_GLOBAL_ALL);
@@ -115,16 +115,15 @@ public:
     // could both win.
     void check() {
         const std::string nothing;
-        for (int i = 0; i < 2; i++) {
-            if (ask({"PUT", ".check", "", &nothing, true}).is_taken()) { break; }
-            if (i == 0) { continue; }
+        const S3Request write = {"PUT", ".check", "", &nothing, true};
+        if (!ask(write).is_taken() && !ask(write).is_taken()) {
             throw S3Refused("the store of " + where() + " ignores If-None-Match, so that no worker can be " +
                             "the first to write: use one that has conditional writes (S3, R2, MinIO, Ceph, " +
                             "SeaweedFS)");
         }
         ask_all({{"GET", "", list_query(".check")}, {"GET", ".absent"}});
+        patience = std::min(silence, 5.0);  // from now on: its user asks again
     }
-    void repeat_for(double seconds) { patience = seconds; }
 
     S3Answer ask(const S3Request& request) { return std::move(ask_all({request}).front()); }
 
@@ -347,13 +346,12 @@ private:
 
     [[noreturn]] void give_up(bool answers, long status, const std::string& code,
                               const std::string& lost) const {
-        const std::string limit = format("%.3g s", patience);
         if (answers) {
             const char* advice = status == 404 ? "correct AWS_ENDPOINT_URL, or try" : "try";
-            throw S3Silent(where() + format(" has answered for %s with %ld %s: %s again later",
-                                            limit.c_str(), status, code.c_str(), advice));
+            throw S3Silent(where() + format(" has answered for %.3g s with %ld %s: %s again later", patience,
+                                            status, code.c_str(), advice));
         }
-        throw S3Silent("cannot reach " + where() + " for " + limit + " (" + lost +
+        throw S3Silent("cannot reach " + where() + format(" for %.3g s (", patience) + lost +
                        "): correct AWS_ENDPOINT_URL or AWS_REGION, or try again later");
     }
 

@@ -237,17 +237,21 @@ TEST_P(LogStores, a_payload_of_many_megabytes_goes_through_in_chunks) {
 TEST_P(LogStores, of_eight_threads_one_wins_and_all_see_it) {
     const int rounds = 25;
     std::vector<std::vector<std::string>> seen(8);
+    std::vector<std::unique_ptr<LogStore>> stores;
+    for (int i = 0; i < 8; i++) { stores.push_back(open()); }
     std::vector<std::thread> threads;
     for (int i = 0; i < 8; i++) {
         threads.emplace_back([&, i] {
-            auto store = open();
+            LogStore& store = *stores[size_t(i)];
+            Patience patience(60);
             for (int round = 0; round < rounds; round++) {
-                const std::string value(5000, char('0' + i));
                 const StoreRequest request = {StoreRequest::put_if_absent, "G/entry", std::to_string(round),
-                                              value};
-                StoreAnswer answer = store->perform(request);
-                for (Patience patience(60); answer.lost && !patience.is_over();) {  // as the log does
-                    answer = store->perform(request);
+                                              std::string(5000, char('0' + i))};
+                StoreAnswer answer = store.perform(request);
+                // As the log does. SeaweedFS may let the last of eight wait for longer than a client does.
+                while (answer.lost && GetParam() == Kind::s3 && !patience.is_over()) {
+                    patience.pause();
+                    answer = store.perform(request);
                 }
                 EXPECT_FALSE(answer.lost) << answer.trouble;
                 seen[size_t(i)].push_back(answer.value);
@@ -492,25 +496,30 @@ TEST(FileLogStore, a_writer_that_finds_its_value_swept_writes_it_again) {
     const std::string url = "file:" + folder.name();
     auto store = open_log_store(url, "run", 5);
     std::atomic<bool> done{false};
+    std::atomic<int> swept{0};
     std::thread sweeper([&] {
         while (!done) {
             std::error_code gone;
             for (const auto& name : files_in(folder / "log/run/.new")) {
-                std::filesystem::remove(folder / "log/run/.new/" + name, gone);
+                if (!std::filesystem::remove(folder / "log/run/.new/" + name, gone)) { continue; }
+                swept++;
+                std::this_thread::sleep_for(std::chrono::milliseconds(5));  // the next may be faster than that
             }
             std::this_thread::yield();
         }
     });
-    for (int i = 0; i < 30; i++) {
+    size_t written = 0;
+    for (Patience patience(60); swept < 30 && !patience.is_over(); written++) {
         StoreAnswer answer;
         do {
-            answer = store->perform({StoreRequest::put_if_absent, "G/entry", std::to_string(i), "value"});
+            answer = store->perform({StoreRequest::put_if_absent, "G/entry", std::to_string(written), "value"});
             EXPECT_EQ(answer.lost, !answer.trouble.empty());
         } while (answer.lost);
     }
     done = true;
     sweeper.join();
-    EXPECT_EQ(list(*store, "G/entry").size(), 30u);
+    EXPECT_GE(swept, 30);
+    EXPECT_EQ(list(*store, "G/entry").size(), written);
 }
 
 // Runs `work` in a process with a disk of two megabytes at `folder`; "no disk" if this user may not mount it.

@@ -381,6 +381,21 @@ TEST(Attention, in_bf16_is_that_in_fp32_rounded) {
     }
 }
 
+// A thread's scratch serves head after head, and layer after layer.
+TEST(Attention, leaves_nothing_behind_for_the_next) {
+    for (bool bf16 : {false, true}) {
+        AttentionCase before(2, 70, 32, 2), after = before, other(2, 70, 32, 2), of_other_size(2, 70, 64, 2);
+        other.qkv.assign(other.qkv.size(), NAN);
+        of_other_size.run(bf16);
+        before.run(bf16);  // in new scratch
+        other.run(bf16);
+        after.run(bf16);
+        EXPECT_EQ(after.out, before.out);
+        EXPECT_EQ(after.dqkv, before.dqkv);
+        EXPECT_EQ(after.dqkvb, before.dqkvb);
+    }
+}
+
 TEST(GradientSums, begin_a_step_with_zeros_where_its_first_micro_step_does_not_write) {
     const Layout layout = gpt_layout({8, 100, 128, 2, 1, 64}, 2, 1);
     ASSERT_LT(layout.values, layout.size);
