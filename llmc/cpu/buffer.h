@@ -2,9 +2,9 @@
 // fastest for vector loads and oneDNN. A large one asks for pages of 2 MiB: attention reads parts of rows,
 // each of which lies in another page of 4 KiB.
 #pragma once
+#include <malloc.h>
 #include <sys/mman.h>
 
-#include <cstdlib>
 #include <cstring>
 #include <new>
 
@@ -15,8 +15,8 @@ namespace cpu {
 struct AlignedMemory {
     static void* take(size_t bytes) {
         const size_t page = size_t(2) << 20;
-        void* p = nullptr;
-        if (posix_memalign(&p, bytes < page ? 64 : page, bytes) != 0) { throw std::bad_alloc(); }
+        void* const p = memalign(bytes < page ? 64 : page, bytes);
+        if (!p) { throw std::bad_alloc(); }
         if (bytes >= page) { madvise(p, bytes, MADV_HUGEPAGE); }  // a hint, which may be refused
         return memset(p, 0, bytes);
     }
