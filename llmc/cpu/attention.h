@@ -259,7 +259,7 @@ inline void attention_backward_head(AttentionHead<bf16>& x, T* dqkv, float* sums
     }
 }
 
-// The calling thread's scratch. It stays for the next layer: new memory would cost a tenth of attention's time.
+// The calling thread's scratch. It stays for the next layer: new memory would take a tenth of the time.
 template <bool bf16>
 inline AttentionHead<bf16>& scratch_of_thread(int T, int hs) {
     thread_local std::optional<AttentionHead<bf16>> x;

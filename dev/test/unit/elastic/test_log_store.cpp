@@ -503,7 +503,7 @@ TEST(FileLogStore, a_writer_that_finds_its_value_swept_writes_it_again) {
             for (const auto& name : files_in(folder / "log/run/.new")) {
                 if (!std::filesystem::remove(folder / "log/run/.new/" + name, gone)) { continue; }
                 swept++;
-                std::this_thread::sleep_for(std::chrono::milliseconds(5));  // the next may be faster than that
+                std::this_thread::sleep_for(std::chrono::milliseconds(5));  // lets a writer through
             }
             std::this_thread::yield();
         }
