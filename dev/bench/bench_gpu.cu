@@ -5,6 +5,8 @@
 //                                                 steps and prints their milliseconds; B 0: as many as fit
 //   bench_gpu layers MODEL B T RECOMPUTE ROUNDS   a step by phase, and each kind of kernel alone, against the
 //                                                 rates of a large matmul and of a copy
+//   bench_gpu matmuls MODEL B T RECOMPUTE ROUNDS  a step with each --fuse-gelu, with --matmul-autotune, and
+//                                                 with products that leave an SM to NCCL
 //   bench_gpu streaming VALUES ROUNDS MEGABYTES   the kernels of an exchange and of its statistics on a
 //                                                 fragment of so many values, against copies that move as
 //                                                 many bytes. Launches take turns over arrays of MEGABYTES in
@@ -116,11 +118,12 @@ struct Bench {
     Model model;
     Worker worker;
 
-    Bench(const GptShape& shape, int B, int T, int recompute)
+    Bench(const GptShape& shape, int B, int T, int recompute,
+          const MatmulOptions& products = MatmulPrecision::medium)
         : B(B),
           T(T),
           shape(shape),
-          model(shape, layout, recompute, MatmulPrecision::medium),
+          model(shape, layout, recompute, products),
           worker(model, alone, main, comm_stream) {
         allocate_activations(model, B, T);
         for (int i = 0; i <= N; i++) {
@@ -221,6 +224,24 @@ inline void serve_steps(Bench& x) {
             line += format("%s%.6f", line.empty() ? "" : " ", milliseconds);
         }
         printf("%s\n", line.c_str());
+        fflush(stdout);
+    }
+}
+
+// ---- how products are made
+
+inline void print_matmuls(const GptShape& shape, int B, int T, int recompute, int rounds) {
+    printf("%-42s  %9s\n", "a step", "ms");
+    const MatmulPrecision medium = MatmulPrecision::medium;
+    const std::pair<const char*, MatmulOptions> ways[] = {{"--fuse-gelu 0", {medium, 0}},
+                                                          {"--fuse-gelu 1", {medium, 1}},
+                                                          {"--fuse-gelu 2", {medium, 2}},
+                                                          {"--matmul-autotune 1", {medium, -1, 0, true}},
+                                                          {"one SM left to NCCL", {medium, -1, 1}}};
+    for (const auto& [way, products] : ways) {
+        Bench x(shape, B, T, recompute, products);
+        x.initialize();
+        printf("  %-40s  %9.3f\n", way, median_of(rounds, [&] { x.step(); }, x.main));
         fflush(stdout);
     }
 }
@@ -360,11 +381,21 @@ inline void add_elementwise(std::vector<Kind>& kinds, Bench& x) {
     Model& m = x.model;
     Activations& a = m.acts;
     const int C = x.shape.channels, L = x.shape.layers, N = x.N, Vp = x.shape.padded_vocab_size;
-    if (m.recompute >= 1) {
-        kinds.push_back({"GELU, recomputed", L, 0, 16.0 * N * C * L, [&m, &a, &x, C, N] {
+    if (m.recompute >= 1 || !m.matmul.fuses_gelu) {
+        const char* name = m.recompute >= 1 ? "GELU, recomputed" : "GELU forward";
+        kinds.push_back({name, L, 0, 16.0 * N * C * L, [&m, &a, &x, C, N] {
                              for (int l = 0; l < x.shape.layers; l++) {
                                  device::gelu_forward(gelu_of(m, l), a.layers[l].fch, long(N) * 4 * C,
                                                       x.main);
+                             }
+                         }});
+    }
+    if (!m.matmul.fuses_gelu_backward) {
+        kinds.push_back({"GELU's derivative", L, 0, 24.0 * N * C * L, [&m, &a, &x, C, N] {
+                             for (int l = 0; l < x.shape.layers; l++) {
+                                 cuda::multiply_by_gelu_derivative(a.dfch, m.gradients[l].fcb,
+                                                                   a.layers[l].fch, N, 4 * C, m.sums, x.main);
+                                 m.sums.add_pending(x.main);
                              }
                          }});
     }
@@ -657,16 +688,22 @@ inline long number(const char* text, const char* what, long least) {
 inline void run(const std::vector<const char*>& words) {
     const std::string part = words.empty() ? "" : words[0];
     const bool steps = part == "steps" && words.size() == 5, layers = part == "layers" && words.size() == 6;
+    const bool matmuls = part == "matmuls" && words.size() == 6;
     if (part == "streaming" && words.size() == 4) {
         const long n = number(words[1], "number of values", 128), megabytes = number(words[3], "size", 0);
         device::use_device(0, "");
         print_streaming(n / 128 * 128, int(number(words[2], "number of rounds", 1)), 1e6 * double(megabytes));
-    } else if (steps || layers) {
-        const int B = int(number(words[2], "batch", 0)), T = int(number(words[3], "sequence length", 1));
+    } else if (steps || layers || matmuls) {
+        const int B = int(number(words[2], "batch", matmuls ? 1 : 0));
+        const int T = int(number(words[3], "sequence length", 1));
         const int recompute = int(number(words[4], "--recompute", 0));
-        const int rounds = layers ? int(number(words[5], "number of rounds", 1)) : 0;
-        shape_of(words[1], T);  // refuses what is no model
+        const int rounds = steps ? 0 : int(number(words[5], "number of rounds", 1));
+        const GptShape shape = shape_of(words[1], T);  // refuses what is no model
         device::use_device(0, "");
+        if (matmuls) {
+            print_matmuls(shape, B, T, recompute, rounds);
+            return;
+        }
         const std::unique_ptr<Bench> bench = make_bench(words[1], B, T, recompute);
         if (layers) {
             print_layers(*bench, rounds);
@@ -674,8 +711,8 @@ inline void run(const std::vector<const char*>& words) {
             serve_steps(*bench);
         }
     } else {
-        throw UserError("not a part of the benchmark: give steps MODEL B T RECOMPUTE, layers MODEL B T "
-                        "RECOMPUTE ROUNDS or streaming VALUES ROUNDS MEGABYTES");
+        throw UserError("not a part of the benchmark: give steps MODEL B T RECOMPUTE, layers or matmuls "
+                        "MODEL B T RECOMPUTE ROUNDS, or streaming VALUES ROUNDS MEGABYTES");
     }
 }
 

@@ -5,6 +5,7 @@
                memory at once and take turns, a few steps each
     d48        the same one after the other: both at once do not fit
     layers     a d12 step by phase, and each kind of kernel against a matmul's or a copy's rate
+    matmuls    a d12 step by how its products are made: with GELU or without, by timed algorithms, on fewer SMs
     streaming  kernels of the exchange and its statistics against copies that move as many bytes
     exchange1  what Streaming DiLoCo costs one worker: runs of train_gpt with and without it take turns
     exchange2  the same of two workers that share this GPU, against two runs side by side that never exchange
@@ -29,7 +30,7 @@ import tempfile
 from array import array
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-PARTS = ["d12", "d48", "layers", "streaming", "exchange1", "exchange2"]
+PARTS = ["d12", "d48", "layers", "matmuls", "streaming", "exchange1", "exchange2"]
 BAR = 0.01  # what an exchange may cost, of a step averaged over H
 
 
@@ -192,6 +193,11 @@ def bench_layers(table, args, size):
     pass_on(table, [args.bench, "layers", *size.layers])
 
 
+def bench_matmuls(table, args, size):
+    table.print("{}, B = {}, T = {}".format(*size.layers))
+    pass_on(table, [args.bench, "matmuls", *size.layers])
+
+
 def bench_streaming(table, args, size):
     for values in size.fragments:
         pass_on(table, [args.bench, "streaming", values, *size.streaming])
@@ -343,6 +349,7 @@ def main():
     parts = {"d12": lambda: bench_model(table, args, size, "d12"),
              "d48": lambda: bench_model(table, args, size, "d48"),
              "layers": lambda: bench_layers(table, args, size),
+             "matmuls": lambda: bench_matmuls(table, args, size),
              "streaming": lambda: bench_streaming(table, args, size),
              "exchange1": lambda: bench_exchange(table, args, size, 1),
              "exchange2": lambda: bench_exchange(table, args, size, 2)}

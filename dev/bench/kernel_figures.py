@@ -38,6 +38,7 @@ VALUES = {"adamw_update_kernel": 4, "encoder_backward_chunk_kernel": 4,
           "multiply_by_gelu_derivative_kernel": 8}
 ATTENTION = {f"attention::{name}_kernel<{size}>": (name, size)
              for name in ("forward", "backward_dq", "backward_dkv") for size in (64, 128)}
+ATTENTION_SOURCE = ROOT / "llmc/cuda/attention.cuh"
 BLOCKS_ON_SM = 2  # __launch_bounds__ of attention's kernels
 
 
@@ -65,6 +66,11 @@ def slots(lines, values):
     return round((sum(counts) or whole) / values, 2)
 
 
+def warps(source):
+    """Of a block of attention."""
+    return int(re.search(r"constexpr int warps = (\d+);", source)[1])
+
+
 def attention_figures(lines, architecture, warps):
     """warps: of a block"""
     turn = issue_model.tensor_loop(lines)
@@ -84,7 +90,7 @@ def figures_of(nvcc, nvdisasm, source, architecture):
     cubin = compiled(nvcc, source, f"-arch={architecture}", "-cubin", suffix=".cubin")
     sass = kernels_of_sass(subprocess.run([nvdisasm, "-c", str(cubin)], capture_output=True, text=True,
                                           check=True).stdout)
-    of_tiles = tiles((ROOT / "llmc/cuda/attention.cuh").read_text())
+    of_block = warps(ATTENTION_SOURCE.read_text())
     found = {}
     for name in sorted([*VALUES, *ATTENTION]):
         registers, _, _, shared = reported[name]
@@ -92,9 +98,7 @@ def figures_of(nvcc, nvdisasm, source, architecture):
         if name in VALUES:
             found[name].update(slots=slots(sass[name], VALUES[name]), in_flight=loads_in_flight(sass[name])[1])
         else:
-            kind, size = ATTENTION[name]
-            warps = of_tiles[size]["key_warps" if kind == "backward_dkv" else "query_warps"]
-            found[name].update(attention_figures(sass[name], architecture, warps))
+            found[name].update(attention_figures(sass[name], architecture, of_block))
     return found
 
 
@@ -104,7 +108,7 @@ def figures(nvcc, nvdisasm):
         source.write_text("".join(f'#include "{path.relative_to(ROOT)}"\n' for path in kernel_files()) + TEMPLATES)
         made = {name: figures_of(nvcc, nvdisasm, source, name) for name in ARCHITECTURES}
     return {"made by": "dev/bench/kernel_figures.py", "nvcc": version(nvcc),
-            "tiles": tiles((ROOT / "llmc/cuda/attention.cuh").read_text()), **made}
+            "tiles": tiles(ATTENTION_SOURCE.read_text()), "warps": warps(ATTENTION_SOURCE.read_text()), **made}
 
 
 def version(nvcc):

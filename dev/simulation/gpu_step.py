@@ -114,12 +114,11 @@ def matmuls_forward(gpu, s, fused):
     return together("matmuls forward", [times(row, s.L) for row in layer] + [matmul(gpu, s.N, s.C, PADDED)])
 
 
-def matmuls_backward(gpu, s, fused, gradient_bytes):
+def matmuls_backward(gpu, s, gradient_bytes):
     """gradient_bytes: of a weight's gradient, read and written, on average over micro-steps"""
     rows, more = [], gradient_bytes - 2
     for k, m in products(s.C):
-        pre_gelu = 8 * s.N * s.C if fused and k == 4 * s.C else 0
-        rows += [matmul(gpu, m, s.N, k, more * k * m), matmul(gpu, s.N, m, k, pre_gelu)]
+        rows += [matmul(gpu, m, s.N, k, more * k * m), matmul(gpu, s.N, m, k)]
     head = [matmul(gpu, PADDED, s.N, s.C, more * s.C * PADDED), matmul(gpu, s.N, PADDED, s.C)]
     return together("matmuls backward", [times(row, s.L) for row in rows] + head)
 
@@ -180,20 +179,20 @@ def layernorm_backward(gpu, s):
 
 
 def gelu(gpu, s, fused):
-    """What is not in the matmuls' epilogues."""
+    """What is not in the products. fused: the forward into fc's"""
     values = 4 * s.N * s.C
     forward = streaming(gpu, "gelu_forward_kernel", values, 2 * values, 2 * values, 256)
     backward = streaming(gpu, "multiply_by_gelu_derivative_kernel", values, 4 * values, 2 * values, 256)
     forwards = (0 if fused else s.L) + (s.L if s.recompute >= 1 else 0)
-    return together("GELU", [times(forward, forwards), times(backward, 0 if fused else s.L)])
+    return together("GELU", [times(forward, forwards), times(backward, s.L)])
 
 
-def gradient_sums(gpu, s, fused):
+def gradient_sums(gpu, s):
     """Partial sums over rows, which kernels write and one launch a layer reads: llmc/cuda/gradient_sums.cuh."""
     tiles = FIGURES["tiles"]["64"]
     of_layernorm = 3 * s.C * layernorm_blocks(s)
     of_qkv = s.C * math.ceil(s.N / tiles["dq_queries"]) + 2 * s.C * math.ceil(s.N / tiles["dkv_keys"])
-    of_fc = 4 * s.C * (1 if fused else math.ceil(s.N / 256))
+    of_fc = 4 * s.C * math.ceil(s.N / 256)
     values = (2 * s.L + 1) * of_layernorm + s.L * (of_qkv + of_fc)
     return at_copy_speed(gpu, 8 * values, s.L)
 
@@ -249,7 +248,7 @@ def attention_kernel(gpu, s, kind):
     else:  # queries, and the keys up to them, the longest first
         steps = [math.ceil(min(first + rows, s.T) / turn) for first in reversed(firsts)]
         dynamic = ((1 if kind == "forward" else 2) * rows + 4 * turn) * hs * 2
-    threads = 32 * tiles["key_warps" if kind == "backward_dkv" else "query_warps"]
+    threads = 32 * FIGURES["warps"]
     kernel = f"attention::{kind}_kernel<{hs}>"
     seconds = loop_seconds(gpu, kernel, steps, s.B * s.heads, threads, dynamic)
     figures = FIGURES[gpu.architecture][kernel]
@@ -294,10 +293,10 @@ def ours(gpu, s, flash2=False):
     zero = at_copy_speed(gpu, 2 * s.N * s.C)  # dresidual
     forward, backward = attention_at(s, gpu.flash2) if flash2 else attention(gpu, s)
     gradient_bytes = 8 - 4 / s.micro_steps  # the first micro-step only writes
-    return whole(s, [matmuls_forward(gpu, s, fused), matmuls_backward(gpu, s, fused, gradient_bytes), forward,
+    return whole(s, [matmuls_forward(gpu, s, fused), matmuls_backward(gpu, s, gradient_bytes), forward,
                      backward, classifier(gpu, s), residual_layernorm(gpu, s),
                      together("LayerNorm backward", [layernorm_backward(gpu, s), zero]), gelu(gpu, s, fused),
-                     together("gradients' last sums", [gradient_sums(gpu, s, fused)]), encoder(gpu, s)],
+                     together("gradients' last sums", [gradient_sums(gpu, s)]), encoder(gpu, s)],
                  [optimizer(gpu, s)])
 
 

@@ -22,6 +22,7 @@ namespace attention {
 
 using bf16 = __nv_bfloat16;
 
+constexpr int warps = 4;           // of a block
 constexpr int largest_tile = 128;  // rows; the sizes of the backward's tiles divide it
 constexpr float log2_e = 1.44269504f, ln_2 = 0.693147181f;
 
@@ -30,9 +31,9 @@ constexpr float log2_e = 1.44269504f, ln_2 = 0.693147181f;
 // (sm_90, sm_100); with 164 KiB (sm_80) for all but dq of 128; with 100 KiB (sm_86, sm_89) for the forward
 // and dk, dv of 64.
 // Latency limits all of them: with two warps on a scheduler, as many as have 255 registers a thread, tensor
-// cores are predicted to be busy for 56 to 67% of the time (dev/tools/predict.py). Eight warps of 16 queries
-// (four on a scheduler, 128 registers) hide it and read each key twice as often from shared memory. Predicted
-// to gain with heads of 64, not with 128.
+// cores are predicted to be busy for 56 to 67% of the time (dev/tools/predict.py). Eight warps of 16 rows,
+// four on a scheduler with 128 registers, hide more of it, but read shared memory twice as often. On an H200,
+// with heads of 64, they take longer: the forward by 3%, dq by 5%, dk and dv by 20%.
 // The queries that a warp multiplies in every step stay in registers if these suffice.
 template <int hs>
 struct Tiles {
@@ -41,8 +42,6 @@ struct Tiles {
     static constexpr int forward_queries = 128, forward_keys = hs == 64 ? 64 : 32;
     static constexpr int dkv_keys = hs == 64 ? 128 : 64, dkv_queries = 32;
     static constexpr int dq_queries = 128, dq_keys = hs == 64 ? 64 : 32;
-
-    static constexpr int query_warps = hs == 64 ? 8 : 4, key_warps = 4;  // of a block; key: of dk, dv
 
     static constexpr size_t forward_bytes = (forward_queries + 4 * forward_keys) * hs * sizeof(bf16);
     static constexpr size_t dkv_bytes =
@@ -79,7 +78,7 @@ __device__ inline const bf16* lane_address_of_b(const bf16* tile, int row, int c
 }
 
 // Copies rows `first`.. of a head to shared memory; zeros from row T on.   head: (T,hs), leading dimension ld
-template <int rows, int hs, int warps>
+template <int rows, int hs>
 __device__ inline void load_tile_async(bf16* tile, const bf16* head, int ld, int first, int T) {
     constexpr int step = 32 * warps * 8 / hs;  // rows that all threads together copy; a multiple of 8
     const int row = threadIdx.x / (hs / 8), column = threadIdx.x % (hs / 8) * 8;
@@ -201,7 +200,7 @@ __device__ inline void store_rows(bf16* head, int ld, int first, int T, const fl
 
 // sums[c] = the sum over a block's rows of a tile, which its warps have stored, each 16 M of them: products
 // with ones. Then overwrites the first of each warp's rows.   sums: (hs)
-template <int hs, int warps, int M>
+template <int hs, int M>
 __device__ inline void sum_columns(float* sums, bf16* tile) {
     constexpr int rows = 16 * M * hs;  // of a warp, in values
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -346,10 +345,10 @@ struct Softmax {
 // it uses one. Flops: 2 T C a query, on average over positions. Bound by latency and, for heads of 64, reads
 // of shared memory.
 template <int hs>
-__global__ void __launch_bounds__(32 * Tiles<hs>::query_warps, 2)
+__global__ void __launch_bounds__(32 * warps, 2)
     forward_kernel(bf16* out, float* lse, const bf16* qkv, int T, int C) {
     constexpr int queries = Tiles<hs>::forward_queries, keys = Tiles<hs>::forward_keys;
-    constexpr int warps = Tiles<hs>::query_warps, M = queries / warps / 16, N = keys / 8;
+    constexpr int M = queries / warps / 16, N = keys / 8;
     DYNAMIC_SHARED(memory);
     bf16* q_tile = reinterpret_cast<bf16*>(memory);
     bf16* k_tiles = q_tile + queries * hs;
@@ -361,14 +360,14 @@ __global__ void __launch_bounds__(32 * Tiles<hs>::query_warps, 2)
     const int row = threadIdx.x / 32 * 16 * M, query = first_query + row;  // the warp's first
     auto load_stage = [&](int first_key) {
         const int stage = first_key / keys % 2 * keys * hs;
-        load_tile_async<keys, hs, warps>(k_tiles + stage, q + C, 3 * C, first_key, T);
-        load_tile_async<keys, hs, warps>(v_tiles + stage, q + 2 * C, 3 * C, first_key, T);
+        load_tile_async<keys, hs>(k_tiles + stage, q + C, 3 * C, first_key, T);
+        load_tile_async<keys, hs>(v_tiles + stage, q + 2 * C, 3 * C, first_key, T);
     };
 
     float sum[M][hs / 8][4] = {};
     Softmax<M> softmax;
     const int end = min(first_query + queries, T);
-    load_tile_async<queries, hs, warps>(q_tile, q, 3 * C, first_query, T);
+    load_tile_async<queries, hs>(q_tile, q, 3 * C, first_query, T);
     copy_async_commit();
     load_stage(0);
     copy_async_commit();
@@ -412,11 +411,11 @@ __global__ void __launch_bounds__(32 * Tiles<hs>::query_warps, 2)
 // A block owns queries and goes through keys, from 0 to its last query. Flops: 3 T C a query, on average.
 // Bound by latency and, for heads of 64, reads of shared memory.
 template <int hs>
-__global__ void __launch_bounds__(32 * Tiles<hs>::query_warps, 2)
+__global__ void __launch_bounds__(32 * warps, 2)
     backward_dq_kernel(bf16* dqkv, float* partial, float* lse2, float* dot, const bf16* dout, const bf16* out,
                        const bf16* qkv, const float* lse, int T, int padded_T, int C) {
     constexpr int queries = Tiles<hs>::dq_queries, keys = Tiles<hs>::dq_keys;
-    constexpr int warps = Tiles<hs>::query_warps, M = queries / warps / 16, N = keys / 8;
+    constexpr int M = queries / warps / 16, N = keys / 8;
     constexpr float scale = Tiles<hs>::scale;
     DYNAMIC_SHARED(memory);
     bf16* q_tile = reinterpret_cast<bf16*>(memory);
@@ -433,8 +432,8 @@ __global__ void __launch_bounds__(32 * Tiles<hs>::query_warps, 2)
     const int row = threadIdx.x / 32 * 16 * M, query = first_query + row;  // the warp's first
     auto load_stage = [&](int first_key) {
         const int stage = first_key / keys % 2 * keys * hs;
-        load_tile_async<keys, hs, warps>(k_tiles + stage, q + C, 3 * C, first_key, T);
-        load_tile_async<keys, hs, warps>(v_tiles + stage, q + 2 * C, 3 * C, first_key, T);
+        load_tile_async<keys, hs>(k_tiles + stage, q + C, 3 * C, first_key, T);
+        load_tile_async<keys, hs>(v_tiles + stage, q + 2 * C, 3 * C, first_key, T);
     };
 
     float row_lse2[M][2], row_dot[M][2];
@@ -454,8 +453,8 @@ __global__ void __launch_bounds__(32 * Tiles<hs>::query_warps, 2)
     }
     float dq[M][hs / 8][4] = {};
     const int end = min(first_query + queries, T);
-    load_tile_async<queries, hs, warps>(q_tile, q, 3 * C, first_query, T);
-    load_tile_async<queries, hs, warps>(dout_tile, dout, C, first_query, T);
+    load_tile_async<queries, hs>(q_tile, q, 3 * C, first_query, T);
+    load_tile_async<queries, hs>(dout_tile, dout, C, first_query, T);
     load_stage(0);
     copy_async_commit();
     for (int key = 0; key < end; key += keys) {
@@ -486,7 +485,7 @@ __global__ void __launch_bounds__(32 * Tiles<hs>::query_warps, 2)
     }
     store_rows<hs>(dqkv + size_t(b) * T * 3 * C + h * hs, 3 * C, query, T, dq, scale, q_tile, row);
     partial += (size_t(b) * gridDim.x + blockIdx.x) * C + h * hs;
-    sum_columns<hs, warps, M>(partial, q_tile);
+    sum_columns<hs, M>(partial, q_tile);
 }
 
 // The parts k and v of dqkv: (B,T,3C), and of each tile's rows the sums.   partial: (B,tiles,2C)
@@ -494,11 +493,11 @@ __global__ void __launch_bounds__(32 * Tiles<hs>::query_warps, 2)
 // A block owns keys and goes through queries, from its first key to T. All matrices are transposed, keys by
 // queries. dq comes before it. Flops: 4 T C a key, on average. Bound by shared memory and latency.
 template <int hs>
-__global__ void __launch_bounds__(32 * Tiles<hs>::key_warps, 2)
+__global__ void __launch_bounds__(32 * warps, 2)
     backward_dkv_kernel(bf16* dqkv, float* partial, const bf16* dout, const bf16* qkv, const float* lse2,
                         const float* dot, int T, int padded_T, int C) {
     constexpr int keys = Tiles<hs>::dkv_keys, queries = Tiles<hs>::dkv_queries;
-    constexpr int warps = Tiles<hs>::key_warps, M = keys / warps / 16, N = queries / 8;
+    constexpr int M = keys / warps / 16, N = queries / 8;
     constexpr float scale = Tiles<hs>::scale;
     DYNAMIC_SHARED(memory);
     bf16* k_tile = reinterpret_cast<bf16*>(memory);
@@ -516,8 +515,8 @@ __global__ void __launch_bounds__(32 * Tiles<hs>::key_warps, 2)
     dot += (size_t(b) * gridDim.y + h) * padded_T;
     auto load_stage = [&](int first_query) {
         const int stage = first_query / queries % 2 * queries;
-        load_tile_async<queries, hs, warps>(q_tiles + stage * hs, q, 3 * C, first_query, T);
-        load_tile_async<queries, hs, warps>(dout_tiles + stage * hs, dout + size_t(b) * T * C + h * hs, C,
+        load_tile_async<queries, hs>(q_tiles + stage * hs, q, 3 * C, first_query, T);
+        load_tile_async<queries, hs>(dout_tiles + stage * hs, dout + size_t(b) * T * C + h * hs, C,
                                                 first_query, T);
         if (threadIdx.x < queries / 4) {
             const int i = 4 * threadIdx.x;
@@ -527,8 +526,8 @@ __global__ void __launch_bounds__(32 * Tiles<hs>::key_warps, 2)
     };
 
     float dk[M][hs / 8][4] = {}, dv[M][hs / 8][4] = {};
-    load_tile_async<keys, hs, warps>(k_tile, q + C, 3 * C, first_key, T);
-    load_tile_async<keys, hs, warps>(v_tile, q + 2 * C, 3 * C, first_key, T);
+    load_tile_async<keys, hs>(k_tile, q + C, 3 * C, first_key, T);
+    load_tile_async<keys, hs>(v_tile, q + 2 * C, 3 * C, first_key, T);
     load_stage(first_key);
     copy_async_commit();
     for (int query = first_key; query < T; query += queries) {
@@ -571,8 +570,8 @@ __global__ void __launch_bounds__(32 * Tiles<hs>::key_warps, 2)
     store_rows<hs>(dq + C, 3 * C, key, T, dk, scale, k_tile, row);
     store_rows<hs>(dq + 2 * C, 3 * C, key, T, dv, 1.0f, v_tile, row);
     partial += (size_t(b) * gridDim.x + blockIdx.x) * 2 * C + h * hs;
-    sum_columns<hs, warps, M>(partial, k_tile);
-    sum_columns<hs, warps, M>(partial + C, v_tile);
+    sum_columns<hs, M>(partial, k_tile);
+    sum_columns<hs, M>(partial + C, v_tile);
 }
 
 // ---- launchers
@@ -582,8 +581,7 @@ void forward(bf16* out, float* lse, const bf16* qkv, int B, int T, int C, Stream
     using Tile = Tiles<hs>;
     const int tiles = (T + Tile::forward_queries - 1) / Tile::forward_queries;
     launch(forward_kernel<hs>,
-           Grid{dim3(tiles, C / hs, B), 32 * Tile::query_warps, Tile::forward_bytes, stream}, out, lse, qkv,
-           T, C);
+           Grid{dim3(tiles, C / hs, B), 32 * warps, Tile::forward_bytes, stream}, out, lse, qkv, T, C);
 }
 
 template <int hs>
@@ -599,10 +597,10 @@ void backward(bf16* dqkv, float* dqkvb, const bf16* dout, const bf16* out, const
     const long q_rows = long(B) * query_tiles, kv_rows = long(B) * key_tiles;
     float *q_sums = sums.partial(q_rows, C), *kv_sums = sums.partial(kv_rows, 2 * C);
     launch(backward_dq_kernel<hs>,
-           Grid{dim3(query_tiles, NH, B), 32 * Tile::query_warps, Tile::dq_bytes, stream}, dqkv, q_sums, lse2,
+           Grid{dim3(query_tiles, NH, B), 32 * warps, Tile::dq_bytes, stream}, dqkv, q_sums, lse2,
            dot, dout, out, qkv, lse, T, padded_T, C);
     launch(backward_dkv_kernel<hs>,
-           Grid{dim3(key_tiles, NH, B), 32 * Tile::key_warps, Tile::dkv_bytes, stream}, dqkv, kv_sums, dout,
+           Grid{dim3(key_tiles, NH, B), 32 * warps, Tile::dkv_bytes, stream}, dqkv, kv_sums, dout,
            qkv, lse2, dot, T, padded_T, C);
     sums.add_later(dqkvb, q_sums, q_rows, C, C);
     sums.add_later(dqkvb + C, kv_sums, kv_rows, 2 * C, 2 * C);

@@ -10,12 +10,20 @@
 
 namespace cuda {
 
-// gelu(x) for a result of type floatX. For bf16 its relative error is up to 2^-15, which bf16 rounds away.
+// d, where gelu(x) = x / d (llmc/gelu.h). Above 2^126 it makes __fdividef's quotient 0.   square: x x
+__device__ inline float gelu_divisor(float x, float square) {
+    return 1.0f + exp2_approximate(-1.44269504f * (x * (gelu_2k + gelu_2k_cubic * square)));
+}
+
+// gelu(x) and gelu'(x) for a result of type floatX. For bf16 they have relative errors of up to 2^-15 (the
+// derivative: of its terms), which bf16 rounds away.
 __device__ inline float gelu_of_floatX(float x) {
-    if (std::is_same<floatX, float>::value) { return gelu(x); }
-    const float minus_log2_e = -1.44269504f;
-    const float exponential = exp2_approximate(minus_log2_e * (x * (gelu_2k + gelu_2k_cubic * (x * x))));
-    return __fdividef(x, 1.0f + exponential);  // 0 if the sum is above 2^126
+    return std::is_same<floatX, float>::value ? gelu(x) : __fdividef(x, gelu_divisor(x, x * x));
+}
+__device__ inline float gelu_derivative_of_floatX(float x) {
+    if (std::is_same<floatX, float>::value) { return gelu_derivative(x); }
+    const float square = x * x, s = __fdividef(1.0f, gelu_divisor(x, square));
+    return s + x * s * (1.0f - s) * (gelu_2k + 3.0f * gelu_2k_cubic * square);
 }
 
 // One thread moves 16 bytes: 8 bf16 values. Bound by memory, 4 bytes a value in bf16.

@@ -130,7 +130,7 @@ inline OptionTable option_table(Options& o) {
          one_of({"highest", "high", "medium"})},
         {"-r,--recompute", &o.recompute, "Recompute in the backward: 0 nothing, 1 GELU, 2 GELU and LayerNorm",
          Scope::worker, CLI::Range(0, 2)},
-        {"--fuse-gelu", &o.fuse_gelu, "GELU in its matmuls, on the GPU: 0 no, 1 forward, 2 and backward (-1: 0 or 2)",
+        {"--fuse-gelu", &o.fuse_gelu, "GELU in its matmuls, on the GPU: 0 no, 1 forward, 2 and backward (-1: 0 or 1)",
          Scope::worker, CLI::Range(-1, 2)},
         {"--matmul-autotune", &o.matmul_autotune,
          "Algorithms of matmuls, on the GPU: 0 cuBLASLt's choice; 1 the fastest of eight by their times, and "
