@@ -23,8 +23,7 @@ import tempfile
 from registers import ROOT, TEMPLATES, default_nvcc, demangled, kernel_files, parse, report_of, short_name
 
 # Registers a thread for which enough of a kernel's blocks share an SM.
-MOST_REGISTERS = {r"attention::(forward|backward_dq)_kernel<64>": 128, r"dequantize_mean_kernel": 64,
-                  r"(row|encoding)_sums_kernel": 80}
+MOST_REGISTERS = {r"dequantize_mean_kernel": 64, r"(row|encoding)_sums_kernel": 80}
 WIRE = r"(quantize|dequantize_mean|outer_step|token_weights|cast|row_sums|encoding_sums)_kernel"
 STREAMING = r"(dequantize_mean|row_sums|encoding_sums)_kernel"
 # These store structs, single numbers, or four codes of a byte.

@@ -12,7 +12,7 @@ SM, on 9.0 at 62.9% of 4096, the share that arXiv 2402.13499 measures for mma.sy
 
 LATENCIES: clocks until a result can be read, assumed: 33 is what loads from the L1 cache take (34 and 36 clocks on H100
 and A100, gpu-benches) and about what published microbenchmarks find for mma.m16n8k16. They matter little, since other
-warps issue meanwhile: with three quarters of them the clocks of attention's loops change by a few percent
+warps issue meanwhile: with three quarters of them the clocks of attention's loops change by up to 10%
 (kernel_figures.json has both, test_predict.py compares them). QUEUED and the choice of a warp (the last one if it can
 go on, else the youngest) are those of arXiv 2503.20481.
 """

@@ -68,7 +68,7 @@ def slots(lines, values):
 
 def warps(source):
     """Of a block of attention."""
-    return int(re.search(r"constexpr int warps = (\d+);", source)[1])
+    return int(re.search(r"constexpr int warps = (\d+),", source)[1])
 
 
 def attention_figures(lines, architecture, warps):

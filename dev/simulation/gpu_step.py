@@ -329,7 +329,7 @@ def llmc(gpu, s, fused_forward):
     def kernel(name, moved, count):
         return Row(name, moved / gpu.copy / LLMC_SHARES[name], moved / gpu.copy, "memory", count)
 
-    matmuls = [matmuls_forward(gpu, s, fused_forward), matmuls_backward(gpu, s, False, 4)]
+    matmuls = [matmuls_forward(gpu, s, fused_forward), matmuls_backward(gpu, s, 4)]
     gelus = (10 if not fused_forward else 6) * 4 * values * L
     small = together("encoder", [at_copy_speed(gpu, 6 * values, 2), at_copy_speed(gpu, 2 * values)])
     of_micro_step = [

@@ -22,18 +22,14 @@ namespace attention {
 
 using bf16 = __nv_bfloat16;
 
-constexpr int warps = 4;           // of a block
-constexpr int largest_tile = 128;  // rows; the sizes of the backward's tiles divide it
+constexpr int warps = 4, largest_tile = 128;  // of a block; rows: the backward's tiles divide it
 constexpr float log2_e = 1.44269504f, ln_2 = 0.693147181f;
 
-// The rows that a block of each kernel owns, and those that it loops over in a step. They are as large as
-// registers (128 or 255 a thread) and 99 KiB of shared memory allow. Two blocks share an SM with 228 KiB
-// (sm_90, sm_100); with 164 KiB (sm_80) for all but dq of 128; with 100 KiB (sm_86, sm_89) for the forward
-// and dk, dv of 64.
-// Latency limits all of them: with two warps on a scheduler, as many as have 255 registers a thread, tensor
-// cores are predicted to be busy for 56 to 67% of the time (dev/tools/predict.py). Eight warps of 16 rows,
-// four on a scheduler with 128 registers, hide more of it, but read shared memory twice as often. On an H200,
-// with heads of 64, they take longer: the forward by 3%, dq by 5%, dk and dv by 20%.
+// The rows that a block of each kernel owns, and those that it loops over in a step. They are as large as 255
+// registers a thread and 99 KiB of shared memory allow. Two blocks share an SM with 228 KiB (sm_90, sm_100);
+// with 164 KiB (sm_80) for all but dq of 128; with 100 KiB (sm_86, sm_89) for the forward and dk, dv of 64.
+// Latency limits all of them, with two warps on a scheduler. Eight warps of 16 rows hide more of it, but read
+// shared memory twice as often: on an H200 the forward of heads of 64 takes 3% longer, dq 5%, dk and dv 20%.
 // The queries that a warp multiplies in every step stay in registers if these suffice.
 template <int hs>
 struct Tiles {

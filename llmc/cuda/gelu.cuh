@@ -10,13 +10,11 @@
 
 namespace cuda {
 
-// d, where gelu(x) = x / d (llmc/gelu.h). Above 2^126 it makes __fdividef's quotient 0.   square: x x
+// gelu(x) = x / gelu_divisor(x, x x) and gelu'(x), for a result of type floatX. For bf16 the relative errors
+// (the derivative's: of its terms) are up to 2^-15, which bf16 rounds away. A quotient by more than 2^126 is 0.
 __device__ inline float gelu_divisor(float x, float square) {
     return 1.0f + exp2_approximate(-1.44269504f * (x * (gelu_2k + gelu_2k_cubic * square)));
 }
-
-// gelu(x) and gelu'(x) for a result of type floatX. For bf16 they have relative errors of up to 2^-15 (the
-// derivative: of its terms), which bf16 rounds away.
 __device__ inline float gelu_of_floatX(float x) {
     return std::is_same<floatX, float>::value ? gelu(x) : __fdividef(x, gelu_divisor(x, x * x));
 }

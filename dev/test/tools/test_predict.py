@@ -68,10 +68,11 @@ def test_micro_steps_share_the_optimizer_and_the_last_three_read_gradients():
             assert row.seconds == pytest.approx(factor * of[row.name]), row.name
 
 
-def test_gelu_is_a_kernel_where_it_is_not_fused_or_computed_again():
-    def has_gelu(gpu, recompute):
-        return "GELU" in [row.name for row in gpu_step.ours(GPUS[gpu], Step("d12", 64, 1024, recompute, 1, 1))]
-    assert [has_gelu("h100", 0), has_gelu("h100", 1), has_gelu("a100", 0)] == [False, True, True]
+def test_gelu_is_a_kernel_where_it_is_not_fused_or_computed_again_and_its_derivative_always():
+    def launches(gpu, recompute):
+        rows = gpu_step.ours(GPUS[gpu], Step("d12", 64, 1024, recompute, 1, 1))
+        return next(row.launches for row in rows if row.name == "GELU")
+    assert [launches("h100", 0), launches("h100", 1), launches("a100", 0), launches("a100", 1)] == [12, 24, 24, 36]
 
 
 def test_a_checkpoint_s_copies_are_hidden_behind_the_next_step():
@@ -103,7 +104,7 @@ def test_what_is_printed_says_that_it_is_predicted():
 
 def test_what_nvcc_made_of_each_kernel_is_printed():
     text = said("--gpu", "a100", "--compiled").stdout
-    for kernel, registers, warps in (("attention::forward_kernel<64>", 126, 16), ("gelu_forward_kernel", 25, 64),
+    for kernel, registers, warps in (("attention::forward_kernel<64>", 237, 8), ("gelu_forward_kernel", 25, 64),
                                      ("layernorm_backward_kernel<768>", 78, 24)):
         row = re.search(rf"^  {re.escape(kernel)} +(\d+) +(\d+) ", text, re.M)
         assert (int(row[1]), int(row[2])) == (registers, warps), kernel
@@ -264,11 +265,11 @@ def test_registers_are_those_of_the_table():
         assert [FIGURES["sm_80"][name]["registers"], FIGURES["sm_90"][name]["registers"]] == [int(row[0]), int(row[3])]
 
 
-def test_the_latencies_that_the_model_assumes_matter_little():
+def test_the_latencies_that_the_model_assumes_do_not_decide():
     for architecture in kernel_figures.ARCHITECTURES:
         for name in kernel_figures.ATTENTION:
             figures = FIGURES[architecture][name]
-            assert figures["clocks_with_shorter_latencies"] == pytest.approx(figures["clocks"], rel=0.05), name
+            assert figures["clocks_with_shorter_latencies"] == pytest.approx(figures["clocks"], rel=0.1), name
 
 
 def test_differences_are_told_with_their_place():
