@@ -669,7 +669,7 @@ inline TrainingSnapshot& take_snapshot(Run& run, long step) {
     if (last || run.is_stopping()) { run.main.wait(worker.state_is_copied); }  // no update follows
     const Progress progress{step, run.inputs.steps, worker.adamw_updates, worker.traffic, run.session.totals};
     snapshot.set_fields(fields_of(progress, run.inputs.shape, *run.inputs.train_loader),
-                        worker.model.matmul.fields(), fields_of(run.options.resolved));
+                        fields_of(run.options.resolved));
     return snapshot;
 }
 
@@ -855,9 +855,8 @@ inline void make_worker(Run& run) {
     Inputs& in = run.inputs;
     Session& session = run.session;
     const MatmulOptions products(matmul_precision(o.matmul_precision), o.fuse_gelu,
-                                 session.outer ? session.outer->sms() : 0, o.matmul_autotune == 1);
+                                 session.outer ? session.outer->sms() : 0);
     run.model = std::make_unique<Model>(in.shape, in.layout, o.recompute, products);
-    run.model->matmul.restore(session.resumed.fields, session.resumed.notes);
     allocate_activations(*run.model, o.batch, o.seq_len);
     run.worker = std::make_unique<Worker>(*run.model, *session.inner, run.main, run.inner_stream);
     Worker& worker = *run.worker;

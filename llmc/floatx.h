@@ -33,11 +33,9 @@ inline MatmulPrecision matmul_precision(const std::string& word) {
 // fuse_gelu: into products: 0 never, 1 in the forward, 2 in both directions, -1: 1 where that pays, else 0
 // sms_taken: by collectives that wait for other workers while products run. Those among a worker's own ranks
 //            are too short for this to pay (dev/results/h200.md).
-// autotunes: takes the fastest of several algorithms, by their times at a shape's first product
 struct MatmulOptions {
-    MatmulOptions(MatmulPrecision precision, int fuse_gelu = -1, int sms_taken = 0, bool autotunes = false)
-        : precision(precision), fuse_gelu(fuse_gelu), sms_taken(sms_taken), autotunes(autotunes) {}
+    MatmulOptions(MatmulPrecision precision, int fuse_gelu = -1, int sms_taken = 0)
+        : precision(precision), fuse_gelu(fuse_gelu), sms_taken(sms_taken) {}
     MatmulPrecision precision;
     int fuse_gelu, sms_taken;
-    bool autotunes;
 };

@@ -5,8 +5,8 @@
 //                                                 steps and prints their milliseconds; B 0: as many as fit
 //   bench_gpu layers MODEL B T RECOMPUTE ROUNDS   a step by phase, and each kind of kernel alone, against the
 //                                                 rates of a large matmul and of a copy
-//   bench_gpu matmuls MODEL B T RECOMPUTE ROUNDS  a step with each --fuse-gelu, with --matmul-autotune, and
-//                                                 with products that leave an SM to NCCL
+//   bench_gpu matmuls MODEL B T RECOMPUTE ROUNDS  a step with each --fuse-gelu, and with products that leave
+//                                                 an SM to NCCL
 //   bench_gpu streaming VALUES ROUNDS MEGABYTES   the kernels of an exchange and of its statistics on a
 //                                                 fragment of so many values, against copies that move as
 //                                                 many bytes. Launches take turns over arrays of MEGABYTES in
@@ -236,7 +236,6 @@ inline void print_matmuls(const GptShape& shape, int B, int T, int recompute, in
     const std::pair<const char*, MatmulOptions> ways[] = {{"--fuse-gelu 0", {medium, 0}},
                                                           {"--fuse-gelu 1", {medium, 1}},
                                                           {"--fuse-gelu 2", {medium, 2}},
-                                                          {"--matmul-autotune 1", {medium, -1, 0, true}},
                                                           {"one SM left to NCCL", {medium, -1, 1}}};
     for (const auto& [way, products] : ways) {
         Bench x(shape, B, T, recompute, products);

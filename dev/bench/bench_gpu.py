@@ -5,7 +5,7 @@
                memory at once and take turns, a few steps each
     d48        the same one after the other: both at once do not fit
     layers     a d12 step by phase, and each kind of kernel against a matmul's or a copy's rate
-    matmuls    a d12 step by how its products are made: with GELU or without, by timed algorithms, on fewer SMs
+    matmuls    a d12 step by how its products are made: with GELU or without it, on fewer SMs
     streaming  kernels of the exchange and its statistics against copies that move as many bytes
     exchange1  what Streaming DiLoCo costs one worker: runs of train_gpt with and without it take turns
     exchange2  the same of two workers that share this GPU, against two runs side by side that never exchange

@@ -4,26 +4,21 @@
 // It is as strict as the library's documentation, or stricter where a comment says so, and chooses, of what a
 // caller allows, the worst: an algorithm that needs all the alignment it was promised, overwrites its
 // workspace, works for that one problem only and, if allowed to, rounds partial sums to D's type. With
-// CUBLASLT_LOG_LEVEL=1 in the environment a refusal's reason goes to stderr. With EMULATOR_CUBLASLT_ALGORITHMS=n
-// the heuristic finds n > 1 algorithms, which add in different orders, and lists an invalid one among them;
-// by default it finds one.
-// With EMULATOR_CUBLASLT_FASTEST=i all but its algorithm i are slow. As long as there is a communicator
-// of a set number of CTAs, it refuses products that are not cut for the SMs which its collectives leave: on
-// Hopper these would take twice as long, in two waves.
+// CUBLASLT_LOG_LEVEL=1 in the environment a refusal's reason goes to stderr. As long as there is a
+// communicator of a set number of CTAs, it refuses products that are not cut for the SMs which its
+// collectives leave: on Hopper these would take twice as long, in two waves.
 #include <cublasLt.h>
 #include <cuda_bf16.h>
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <new>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "dev/emulator/cublaslt.h"
@@ -70,7 +65,6 @@ struct Algorithm {
     uint32_t bias_alignment;
     bool rounds_partial_sums;
     bool loses_end;  // of k: what follows the last multiple of 64
-    int number;  // in the heuristic's list
 };
 
 template <class Own, class Opaque>
@@ -101,11 +95,6 @@ cublasStatus_t set(T& attribute, const void* value, size_t bytes) {
     if (!value || bytes != sizeof attribute) { return refuse(invalid, "an attribute of another size"); }
     memcpy(&attribute, value, sizeof attribute);
     return success;
-}
-
-int number_in(const char* variable, int otherwise) {
-    const char* number = getenv(variable);
-    return number ? atoi(number) : otherwise;
 }
 
 std::atomic<long>& heuristics() {
@@ -396,7 +385,7 @@ void run(const Problem& p, const Pointers& pointers, const Algorithm& algorithm)
         panels_of(pointers.a, p.a, p.operation.transa == CUBLAS_OP_N, p.m, p.k, lanes, tf32);
     const std::vector<float> b =
         panels_of(pointers.b, p.b, p.operation.transb == CUBLAS_OP_T, p.n, p.k, 4, tf32);
-    const int64_t middle = algorithm.rounds_partial_sums ? p.k / 2 : p.k * algorithm.number / 16;
+    const int64_t middle = algorithm.rounds_partial_sums ? p.k / 2 : 0;
     std::vector<float> gradient_of_bias(size_t(p.m));  // rounded once, to D's type: cublasLt.h
     for (int64_t j = 0; j < p.n; j += 4) {
         for (int64_t i = 0; i < p.m; i += lanes) {
@@ -442,11 +431,6 @@ long heuristics_asked() { return heuristics(); }
 }  // namespace emulator
 
 using namespace emulator;
-
-size_t cublasLtGetVersion() {
-    const char* version = getenv("EMULATOR_CUBLASLT_VERSION");
-    return version ? size_t(atol(version)) : CUBLAS_VERSION;
-}
 
 cublasStatus_t cublasLtCreate(cublasLtHandle_t* handle) {
     if (!handle) { return invalid; }
@@ -571,17 +555,12 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtM
         is_bf16(p.d.type) && algorithm.workspace_bytes > 0 && (wishes.reductions & rounding) != 0;
     algorithm.loses_end = p.k > 64 && algorithm.workspace_bytes > 0 && wishes.reductions != 0;
     static_assert(sizeof algorithm <= sizeof results[0].algo, "fits into cuBLASLt's");
-    const int valid = number_in("EMULATOR_CUBLASLT_ALGORITHMS", 1);
-    while (algorithm.number < valid && *found < requested) {
-        cublasLtMatmulHeuristicResult_t& result = results[(*found)++] = {};
-        result.state = unsupported;
-        if (*found == 2) { continue; }  // the invalid one
-        memcpy(&result.algo, &algorithm, sizeof algorithm);
-        algorithm.number++;
-        result.workspaceSize = size_t(algorithm.workspace_bytes);
-        result.state = success;
-        result.wavesCount = 1.0f;
-    }
+    *found = 1;
+    results[0] = {};
+    memcpy(&results[0].algo, &algorithm, sizeof algorithm);
+    results[0].workspaceSize = size_t(algorithm.workspace_bytes);
+    results[0].state = success;
+    results[0].wavesCount = 1.0f;
     return success;
 }
 
@@ -618,12 +597,10 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t oper
     const StreamRef on = find_stream(stream, __func__);
     if (!on) { return refuse(invalid, "this is no stream"); }
     const void* caller = __builtin_return_address(0);
-    const bool is_slow = number_in("EMULATOR_CUBLASLT_FASTEST", algorithm.number) != algorithm.number;
     enqueue(on, __func__, [=] {
         CalledFrom from(caller);
         note_accesses(parts);
         run(p, pointers, algorithm);
-        if (is_slow) { std::this_thread::sleep_for(std::chrono::milliseconds(30)); }
     });
     return success;
 }

@@ -1,8 +1,7 @@
 // Training state: everything a process needs so that training goes on after a step as if it had never
 // stopped. A state file (state_file.h) has these sections:
 //
-//     fields        Progress, the model's shape, the position in the data; the outer optimizer's numbers; with
-//                   --matmul-autotune 1 the algorithms that were chosen for matmuls
+//     fields        Progress, the model's shape, the position in the data; the outer optimizer's numbers
 //     options       all options with their values, so that a resume can say which ones changed
 //     master, m, v  this rank's shard of the weights and of the optimizer's moments, fp32: AdamW's, or of
 //                   matrices that Muon updates its momentum as m, and zeros as v
@@ -168,9 +167,8 @@ public:
         });
         device::copy_to_host_later(outliers.data(), from.outliers, 1, copies);
     }
-    void set_fields(const Fields& fields_, const Fields& of_matmuls, const Fields& options) {
+    void set_fields(const Fields& fields_, const Fields& options) {
         fields = fields_;
-        fields.add(of_matmuls);
         options_text = options.text();
     }
 

@@ -24,7 +24,6 @@
 #include "llmc/cpu/gradient_sums.h"
 #include "llmc/floatx.h"
 #include "llmc/gelu.h"
-#include "llmc/state.h"
 #include "llmc/stream.h"
 
 namespace cpu {
@@ -75,10 +74,6 @@ public:
 
     // What is used, in words.
     std::string description() const { return bf16 ? "bf16, sums in fp32" : "fp32"; }
-
-    // A GPU's chosen algorithms. Here oneDNN chooses by shape and CPU alone.
-    Fields fields() const { return {}; }
-    void restore(const Fields&, std::vector<std::string>&) {}
 
     // inp or dout in the type that products take: rounded into scratch of its own, or unchanged.
     void* round_inp(Activation inp, long n) {

@@ -11,7 +11,7 @@
 namespace cuda {
 
 // gelu(x) = x / gelu_divisor(x, x x) and gelu'(x), for a result of type floatX. For bf16 the relative errors
-// (the derivative's: of its terms) are up to 2^-15, which bf16 rounds away. A quotient by more than 2^126 is 0.
+// (the derivative's: of its terms) are up to 2^-15, which bf16 rounds away. x / d is 0 for d above 2^126.
 __device__ inline float gelu_divisor(float x, float square) {
     return 1.0f + exp2_approximate(-1.44269504f * (x * (gelu_2k + gelu_2k_cubic * square)));
 }

@@ -16,14 +16,11 @@
 #pragma once
 #include <cublasLt.h>
 
-#include <algorithm>
 #include <array>
-#include <limits>
 #include <map>
 #include <memory>
 #include <string>
 #include <type_traits>
-#include <vector>
 
 #include "llmc/cuda/buffer.cuh"
 #include "llmc/cuda/gelu.cuh"
@@ -32,7 +29,6 @@
 #include "llmc/cuda/stream.cuh"
 #include "llmc/floatx.h"
 #include "llmc/gelu.h"
-#include "llmc/state.h"
 
 namespace cuda {
 
@@ -122,15 +118,15 @@ public:
           compute(bf16 || o.precision == MatmulPrecision::highest ? CUBLAS_COMPUTE_32F
                                                                   : CUBLAS_COMPUTE_32F_FAST_TF32),
           sms(o.sms_taken > 0 ? attribute(sm_count) - o.sms_taken : 0),
-          chosen_on(o.autotunes ? place_of_choice() : ""),
           workspace(workspace_bytes) {
         cublasLtHandle_t made;
         check(cublasLtCreate(&made), "cannot begin: is the driver as new as CUDA?");
         handle.reset(made);
     }
 
-    // Whether fusing GELU should pay: on Hopper (on an H200 it costs nothing) and server Blackwell. Elsewhere
-    // cuBLASLt's fused products should take longer than plain ones and a kernel.   major: compute capability's
+    // Whether fusing GELU into the forward should pay: on Hopper (on an H200 it costs nothing) and server
+    // Blackwell. Elsewhere cuBLASLt's fused products should take longer than plain ones and a kernel (not
+    // measured).   major: compute capability's
     static bool gains_from_fusing_gelu(int major) { return major == 9 || major == 10; }
 
     std::string description() const {
@@ -155,57 +151,11 @@ public:
         if (found == plans.end()) { found = plans.emplace(key, make_plan(kind, epilogue, N, C, OC)).first; }
         Plan& plan = found->second;
         set_pointers(plan, bias, aux);
-        auto run = [&](Out<kind>* to, const cublasLtMatmulAlgo_t& algorithm) {
-            const float alpha = 1.0f, beta = add ? 1.0f : 0.0f;
-            return cublasLtMatmul(handle.get(), plan.operation.get(), &alpha, a, plan.a.get(), b,
-                                  plan.b.get(), &beta, to, plan.out.get(), to, plan.out.get(), &algorithm,
-                                  workspace.data(), workspace_bytes, stream);
-        };
-        if (plan.algorithms.size() > 1) {
-            long& number = choices.try_emplace(key, -1).first->second;
-            if (number < 0 || number >= long(plan.algorithms.size())) {
-                // A product may be repeated if it overwrites its output; one that adds gets another.
-                Buffer<Out<kind>> other(add ? long(OC) * C : 0);
-                Out<kind>* to = add ? other.data() : out;
-                number = fastest(plan.algorithms, [&](const auto& one) { return run(to, one); }, stream);
-            }
-            plan.algorithms = {plan.algorithms[size_t(number)]};
-        }
-        check(run(out, plan.algorithms[0]), plan.problem);
-    }
-
-    // Which algorithms were chosen. A run that resumes with them trains to the same bits; two runs that
-    // choose do not.
-    Fields fields() const {
-        Fields fields;
-        if (chosen_on.empty()) { return fields; }
-        std::vector<long> numbers;
-        for (const auto& [key, number] : choices) {
-            numbers.insert(numbers.end(), key.begin(), key.end());
-            numbers.push_back(number);
-        }
-        fields.set("matmul.chosen_on", chosen_on);
-        fields.set("matmul.choices", numbers);
-        return fields;
-    }
-
-    // Takes the choices of a checkpoint, before the first product. If they do not hold here, says so in
-    // `notes`.   Throws a UserError where the fields are damaged.
-    void restore(const Fields& fields, std::vector<std::string>& notes) {
-        if (chosen_on.empty() || !fields.has("matmul.chosen_on")) { return; }
-        const std::string& theirs = fields.word("matmul.chosen_on");
-        if (theirs != chosen_on) {
-            notes.push_back("the matmuls' algorithms are chosen anew: the checkpoint's choice is for " +
-                            theirs + ", not " + chosen_on);
-            return;
-        }
-        std::vector<long> numbers;
-        fields.read("matmul.choices", numbers, 1 << 16);
-        Key key;
-        for (size_t i = 0; i + key.size() < numbers.size(); i += key.size() + 1) {
-            std::copy_n(numbers.begin() + long(i), key.size(), key.begin());
-            choices[key] = numbers[i + key.size()];
-        }
+        const float alpha = 1.0f, beta = add ? 1.0f : 0.0f;
+        check(cublasLtMatmul(handle.get(), plan.operation.get(), &alpha, a, plan.a.get(), b, plan.b.get(),
+                             &beta, out, plan.out.get(), out, plan.out.get(), &plan.algorithm,
+                             workspace.data(), workspace_bytes, stream),
+              plan.problem);
     }
 
 private:
@@ -223,13 +173,12 @@ private:
 
     // As much as cuBLAS itself takes on Hopper; 4 MiB would do on earlier GPUs.
     static constexpr size_t workspace_bytes = size_t(32) << 20;
-    static constexpr int list_version = 2;  // of find_algorithms(), for choices in checkpoints
 
     struct Plan {
         std::string problem;  // in words, for errors
         CublasLtOwner<cublasLtMatmulDesc_t> operation;
         CublasLtOwner<cublasLtMatrixLayout_t> a, b, out;
-        std::vector<cublasLtMatmulAlgo_t> algorithms;  // those to choose from; then the one that was chosen
+        cublasLtMatmulAlgo_t algorithm;
     };
 
     static void check(cublasStatus_t status, const std::string& what) {
@@ -296,47 +245,14 @@ private:
         // ones.
         const floatX* aligned_to_16 = reinterpret_cast<const floatX*>(workspace.data() + 16);
         set_pointers(plan, aligned_to_16, aligned_to_16);
-        plan.algorithms = find_algorithms(plan, forward ? C : of_weight ? N : OC);
+        plan.algorithm = find_algorithm(plan, forward ? C : of_weight ? N : OC);
         return plan;
     }
 
-    // Where a choice is valid: there the heuristic lists the same algorithms in the same order.
-    std::string place_of_choice() const {
-        int device = 0;
-        cudaDeviceProp gpu;
-        cudaCheck(cudaGetDevice(&device));
-        cudaCheck(cudaGetDeviceProperties(&gpu, device));
-        return format("%s (%d SMs, cuBLASLt %zu, %s, list %d)", gpu.name,
-                      sms > 0 ? sms : gpu.multiProcessorCount, cublasLtGetVersion(), description().c_str(),
-                      list_version);
-    }
-
-    // The number of the algorithm whose shortest time is the shortest. They take turns, since a GPU's clock
-    // changes. One that fails counts as slow.   run: enqueues the product with the algorithm it is given
-    template <class Run>
-    static long fastest(const std::vector<cublasLtMatmulAlgo_t>& algorithms, Run run, Stream& stream) {
-        const int turns = 4, runs_of_a_turn = 3;  // the first turn loads the kernels
-        std::vector<double> shortest(algorithms.size(), std::numeric_limits<double>::infinity());
-        Timestamp begin, end;
-        for (int turn = 0; turn < turns; turn++) {
-            for (size_t i = 0; i < algorithms.size(); i++) {
-                bool works = true;
-                stream.stamp(begin);
-                for (int n = 0; n < runs_of_a_turn; n++) {
-                    works &= run(algorithms[i]) == CUBLAS_STATUS_SUCCESS;
-                }
-                stream.stamp(end);
-                stream.synchronize();
-                if (turn > 0 && works) { shortest[i] = std::min(shortest[i], seconds_between(begin, end)); }
-            }
-        }
-        return long(std::min_element(shortest.begin(), shortest.end()) - shortest.begin());
-    }
-
-    // The heuristic's first choice, or all that are worth timing. Partial sums of a split k stay fp32. All
-    // pointers are promised to be 16-byte aligned, as its kernels load. What is asked here decides the list:
-    // when it changes, so must list_version.   k: the number of products in a sum
-    std::vector<cublasLtMatmulAlgo_t> find_algorithms(const Plan& plan, int k) const {
+    // The heuristic's first choice. Timing eight of them gained nothing on an H200 (dev/results/h200.md).
+    // Partial sums of a split k stay fp32. All pointers are promised to be 16-byte aligned, as its kernels
+    // load.   k: the number of products in a sum
+    cublasLtMatmulAlgo_t find_algorithm(const Plan& plan, int k) const {
         cublasLtMatmulPreference_t made;
         check(cublasLtMatmulPreferenceCreate(&made), plan.problem);
         const CublasLtOwner<cublasLtMatmulPreference_t> preference(made);
@@ -353,31 +269,22 @@ private:
               CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES}) {
             prefer(alignment, uint32_t(16));
         }
-        std::array<cublasLtMatmulHeuristicResult_t, 8> list{};
+        cublasLtMatmulHeuristicResult_t best{};
         int found = 0;
         const std::string what =
             plan.problem + " has no algorithm here: try another shape, a newer CUDA or --fuse-gelu 0";
-        const int most = chosen_on.empty() ? 1 : int(list.size());
         check(cublasLtMatmulAlgoGetHeuristic(handle.get(), plan.operation.get(), plan.a.get(), plan.b.get(),
-                                             plan.out.get(), plan.out.get(), made, most, list.data(), &found),
+                                             plan.out.get(), plan.out.get(), made, 1, &best, &found),
               what);
-        std::vector<cublasLtMatmulAlgo_t> algorithms;
-        for (int i = 0; i < found; i++) {
-            if (list[size_t(i)].state == CUBLAS_STATUS_SUCCESS) {
-                algorithms.push_back(list[size_t(i)].algo);
-            }
-        }
-        check(algorithms.empty() ? CUBLAS_STATUS_NOT_SUPPORTED : CUBLAS_STATUS_SUCCESS, what);
-        return algorithms;
+        check(found < 1 ? CUBLAS_STATUS_NOT_SUPPORTED : best.state, what);
+        return best.algo;
     }
 
     cublasComputeType_t compute;
     const int sms;  // for which products are cut; 0: all
-    const std::string chosen_on;  // "": cuBLASLt's first choice is taken
     Buffer<unsigned char> workspace;
     CublasLtOwner<cublasLtHandle_t> handle;
     std::map<Key, Plan> plans;
-    std::map<Key, long> choices;  // numbers in the heuristic's list, where there was more than one
 };
 
 // out: (N,OC)   inp: (N,C)   weight: (OC,C)   bias: (OC) or null

@@ -41,7 +41,7 @@ struct Options {
     int batch = 4, seq_len = 1024;
     long total_batch = 0, max_steps = -1;
     std::string matmul_precision = "medium";
-    int recompute = 0, fuse_gelu = -1, matmul_autotune = 0;
+    int recompute = 0, fuse_gelu = -1;
     // the inner optimizer
     LearningRateSchedule schedule;
     AdamWOptions adamw;
@@ -132,10 +132,6 @@ inline OptionTable option_table(Options& o) {
          Scope::worker, CLI::Range(0, 2)},
         {"--fuse-gelu", &o.fuse_gelu, "GELU in its matmuls, on the GPU: 0 no, 1 forward, 2 and backward (-1: 0 or 1)",
          Scope::worker, CLI::Range(-1, 2)},
-        {"--matmul-autotune", &o.matmul_autotune,
-         "Algorithms of matmuls, on the GPU: 0 cuBLASLt's choice; 1 the fastest of eight by their times, and "
-         "then two runs are not equal to the bit",
-         Scope::worker, zero_or_one},
     });
     add_section(table, "Inner optimizer", true, {
         {"-l,--lr", &o.schedule.peak, "Learning rate", Scope::run, at_least_0},

@@ -373,21 +373,6 @@ TEST(Matmul, ThePlanOfAShapeIsMadeOnce) {
     EXPECT_EQ(emulator::heuristics_asked(), before + 3);
 }
 
-// Whatever is timed and chosen, each result is right, and what products add to was added to once.
-TEST(Matmul, TheAlgorithmOfAShapeIsChosenOnce) {
-    const Environment algorithms("EMULATOR_CUBLASLT_ALGORITHMS", "8");
-    cuda::Matmul matmul({MatmulPrecision::highest, -1, 0, true});
-    const long before = emulator::heuristics_asked();
-    for (unsigned seed = 0; seed < 3; seed++) {
-        expect_forward(matmul, Case(5, 16, 8, seed), true, false);
-        expect_forward(matmul, Case(5, 16, 8, seed), true, true);
-        expect_backward(matmul, Case(5, 16, 8, seed));
-        expect_gelu_backward(matmul, Case(40, 16, 8, seed));
-    }
-    const int products_with_gelu = matmul.fuses_gelu ? 1 : 0;
-    EXPECT_EQ(emulator::heuristics_asked(), before + 5 + products_with_gelu);
-}
-
 // The last bits of a product depend on its algorithm. What it adds to begins at `begin`.
 Floats product_with_rounded_sums(cuda::Matmul& matmul, int N = 64, float begin = 0.0f) {
     const int C = 512;
@@ -408,102 +393,6 @@ TEST(Matmul, AGramMatrixIsAdded) {
     const Floats alone = product_with_rounded_sums(matmul);
     const Floats added = product_with_rounded_sums(matmul, 64, 8.0f);
     for (size_t i = 0; i < alone.size(); i++) { ASSERT_NEAR(added[i], alone[i] + 8.0f, 1e-4) << i; }
-}
-
-TEST(Matmul, TheFastestAlgorithmIsChosen) {
-    const Environment algorithms("EMULATOR_CUBLASLT_ALGORITHMS", "4");
-    for (const char* number : {"2", "3"}) {
-        const Environment fastest("EMULATOR_CUBLASLT_FASTEST", number);
-        cuda::Matmul matmul({MatmulPrecision::highest, -1, 0, true});
-        product_with_rounded_sums(matmul, 8);
-        EXPECT_EQ(matmul.fields().word("matmul.choices.5"), number);
-    }
-}
-
-TEST(Matmul, EachProductKeepsItsChoice) {
-    const MatmulOptions options(MatmulPrecision::highest, -1, 0, true);
-    const Environment algorithms("EMULATOR_CUBLASLT_ALGORITHMS", "4");
-    cuda::Matmul first(options), second(options);
-    for (int N : {32, 64}) { product_with_rounded_sums(first, N); }
-    Fields fields = first.fields();
-    fields.set("matmul.choices.5", 1L);
-    fields.set("matmul.choices.11", 3L);
-    std::vector<std::string> notes;
-    second.restore(fields, notes);
-    for (int N : {32, 64}) { product_with_rounded_sums(second, N); }
-    EXPECT_EQ(second.fields().text(), fields.text());
-}
-
-TEST(Matmul, TheChoicesOfACheckpointGiveItsBits) {
-    const MatmulOptions options(MatmulPrecision::highest, -1, 0, true);
-    const Environment algorithms("EMULATOR_CUBLASLT_ALGORITHMS", "4");
-    std::vector<std::string> notes;
-    std::set<Floats> results;
-    for (long number = 0; number < 4; number++) {
-        cuda::Matmul first(options);
-        product_with_rounded_sums(first);
-        Fields fields = first.fields();
-        EXPECT_EQ(fields.integer("matmul.choices"), 6);  // one product: what it is, and its algorithm
-        fields.set("matmul.choices.5", number);
-        cuda::Matmul second(options);
-        second.restore(fields, notes);
-        results.insert(product_with_rounded_sums(second));
-        EXPECT_EQ(second.fields().text(), fields.text());
-    }
-    EXPECT_EQ(results.size(), 4u);
-    EXPECT_TRUE(notes.empty());
-}
-
-TEST(Matmul, AChoiceThatTheHeuristicDoesNotListIsMadeAnew) {
-    const MatmulOptions options(MatmulPrecision::highest, -1, 0, true);
-    const Environment algorithms("EMULATOR_CUBLASLT_ALGORITHMS", "4");
-    cuda::Matmul first(options), second(options);
-    product_with_rounded_sums(first);
-    Fields fields = first.fields();
-    fields.set("matmul.choices.5", 4L);
-    std::vector<std::string> notes;
-    second.restore(fields, notes);
-    product_with_rounded_sums(second);
-    EXPECT_LT(second.fields().integer("matmul.choices.5"), 4);
-}
-
-// The output of a product that adds is not touched by timing, whatever its shape.
-TEST(Matmul, AProductThatAddsIsTimedElsewhere) {
-    const Environment algorithms("EMULATOR_CUBLASLT_ALGORITHMS", "8");
-    for (const auto& [C, OC] : {std::pair<int, int>{64, 8}, {8, 64}}) {
-        const int N = 8;
-        cuda::Matmul matmul({MatmulPrecision::highest, -1, 0, true});
-        Stream stream;
-        DeviceArray<floatX> a(to_floatX(Floats(size_t(N) * C, 1.0f)));
-        DeviceArray<floatX> b(to_floatX(Floats(size_t(N) * OC, 1.0f)));
-        DeviceArray<float> out(Floats(size_t(OC) * C, 3.0f));
-        const floatX* none = nullptr;
-        matmul.multiply<cuda::Matmul::Kind::backward_weight>(out, a, b, none, none, N, C, OC, stream, true);
-        stream.synchronize();
-        EXPECT_EQ(out.to_host(), Floats(size_t(OC) * C, float(N) + 3.0f));
-    }
-}
-
-TEST(Matmul, ChoicesForAnotherGpuOrLibraryAreNotTaken) {
-    const MatmulOptions options(MatmulPrecision::highest, -1, 0, true);
-    const Environment algorithms("EMULATOR_CUBLASLT_ALGORITHMS", "4");
-    cuda::Matmul first(options);
-    product_with_rounded_sums(first);
-    const Fields fields = first.fields();
-    EXPECT_NE(fields.word("matmul.chosen_on").find("(4 SMs"), std::string::npos);
-    const Environment version("EMULATOR_CUBLASLT_VERSION", "130999");
-    std::vector<std::string> notes;
-    cuda::Matmul newer(options), with_fewer_sms({MatmulPrecision::highest, -1, 1, true});
-    newer.restore(fields, notes);
-    with_fewer_sms.restore(fields, notes);
-    ASSERT_EQ(notes.size(), 2u);
-    EXPECT_NE(notes[0].find("cuBLASLt 130999"), std::string::npos) << notes[0];
-    EXPECT_NE(notes[1].find("(3 SMs"), std::string::npos) << notes[1];
-    EXPECT_EQ(newer.fields().integer("matmul.choices"), 0);
-    cuda::Matmul plain(MatmulPrecision::highest);
-    plain.restore(fields, notes);
-    EXPECT_EQ(notes.size(), 2u);
-    EXPECT_EQ(plain.fields().text(), "");
 }
 
 // With a communicator that may hold one SM of the emulator's four, the library refuses all other products.

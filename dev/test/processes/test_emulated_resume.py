@@ -71,34 +71,6 @@ def test_a_run_resumes_in_mid_exchange_to_the_same_bits(undisturbed, finish, opt
     compare(resumed.written(), expected)
 
 
-def test_a_resumed_run_takes_the_algorithms_of_its_matmuls_from_the_checkpoint(tokens, tmp_path):
-    """The fastest algorithms differ from run to run, and so do the bits."""
-    def run(name, **more):
-        start = Start({**RUN, "--matmul-autotune": 1}, tmp_path / name, EMULATED, tokens,
-                      environment={**environment(0), "EMULATOR_CUBLASLT_ALGORITHMS": "8", **more})
-        assert start.wait() == [0], start.output()
-        return start
-
-    def choices(start, step):
-        states = sorted(start.folders[0].glob(f"state_{step:08}_*.bin"))
-        return [re.findall(rb"^matmul\.choices\.\S+ .+$", state.read_bytes(), re.MULTILINE) for state in states]
-
-    first = run("first")
-    chosen = choices(first, 13)
-    assert len(chosen) == 4 and choices(first, 6) == chosen
-    assert all(len(lines) > 6 * 10 for lines in chosen)
-    for name in ("resumed", "newer"):
-        shutil.copytree(first.folders[0], tmp_path / name / "run")
-        set_back([tmp_path / name / "run"], 6)
-    resumed = run("resumed")
-    assert "resumed after step 6\n" in resumed.stdout()
-    assert choices(resumed, 13) == chosen
-    compare(resumed.written(), first.written())
-    newer = run("newer", EMULATOR_CUBLASLT_VERSION="139999")
-    assert "the matmuls' algorithms are chosen anew: the checkpoint's choice is for emulated GPU" in newer.stdout()
-    assert choices(newer, 13) != chosen
-
-
 def test_a_checkpoint_over_nccl_resumes_over_tcp_with_outer_state_in_host_memory(undisturbed, finish,
                                                                                   tmp_path):
     expected = undisturbed({})
