@@ -30,7 +30,7 @@ inline MatmulPrecision matmul_precision(const std::string& word) {
                              : MatmulPrecision::medium;
 }
 
-// fuse_gelu: into products: 0 never, 1 in the forward, 2 in both directions, -1: 1 where that pays, else 0
+// fuse_gelu: into products: 0 never, 1 in the forward, 2 in both directions, -1: 1 on Hopper and server Blackwell, else 0
 // sms_taken: by collectives that wait for other workers while products run. Those among a worker's own ranks
 //            are too short for this to pay (dev/results/h200.md).
 struct MatmulOptions {

@@ -8,7 +8,7 @@
 # training.sh lists the other variables. On several machines: multi_node/README.md.
 #
 # The scripts' heads say what to expect. None of it has been measured with this program, which has not trained
-# these models on GPUs yet.
+# these models yet; dev/results/h200.md has its speed on one H200.
 #     validation loss,  as published for llm.c, which trains the same model on the same data in data parallel.
 #     HellaSwag, time   "Its head" is the head of llm.c's script
 #     traffic           computed: what a worker with all its ranks sends in a step on average, at most in a

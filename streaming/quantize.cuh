@@ -137,7 +137,7 @@ const int dequantize_at_once = 4;  // workers whose codes a thread loads before 
 
 // One thread, four values.   mean: (layout.values)   payloads: of all workers, `stride` bytes apart
 // weights: (workers), for a weighted mean
-// Bound by memory, or (fp4) by instructions: bits / 8 bytes read per value and worker, 4 written per value.
+// Bound by memory or, below 16 bits, by instructions: bits / 8 bytes read per value and worker, 4 written.
 template <class F, bool weighted>
 __global__ void __launch_bounds__(quantize_threads)
     dequantize_mean_kernel(float* mean, const uint8_t* payloads, PayloadLayout layout, size_t stride,

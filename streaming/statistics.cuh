@@ -21,7 +21,7 @@ __device__ inline double dot_four(const Pack<float>& a, const Pack<float>& b, do
 
 // Block (c, s): chunk c of sum s; chunks are packs that lie `chunks` blocks of threads apart.
 // partial: (sums, chunks)   mean: (layout.values), or null
-// Bound by memory, or (fp4) by instructions: bits / 8 bytes a value and row (a square: 1), 4 of the mean.
+// Bound by memory or (not fp32) by instructions: bits / 8 bytes a value and row (a square: 1), 4 of the mean.
 template <class F>
 __global__ void __launch_bounds__(statistics_threads)
     row_sums_kernel(double* partial, const uint8_t* payloads, size_t stride, int workers,

@@ -7,7 +7,7 @@
     model          against PyTorch's numbers; the same bits twice; the losses of the other builds
     communicators  ranks and workers over NCCL and TCP, and one that is killed
     streaming      the kernels of an exchange against copies, and what an exchange costs
-    speed          tokens/s and MFU, each kind of kernel, beside what dev/tools/predict.py predicts
+    speed          tokens/s and MFU, ways to make products, each kind of kernel, what dev/tools/predict.py predicts
     sanitizer      NVIDIA's compute-sanitizer on kernels and on a short training
 
 A part takes at most ten minutes. If versions fail, the rest is not tried. The page is build/gpu_report.md, in Markdown
@@ -125,7 +125,7 @@ def parts_of(programs, folder, is_dry):
                      *([] if is_dry else [["nvidia-smi"], [default_nvcc(), "--version"]])],
         "memory": [train("memory", {"-x": 2, "--workers": 1, "--outer-optimizer": "none"})],
         "streaming": [table("streaming"), table("exchange1"), table("exchange2")],
-        "speed": [table("d12"), table("d48"), table("layers"), *predictions(about_machine())],
+        "speed": [table("d12"), table("d48"), table("layers"), table("matmuls"), *predictions(about_machine())],
     }
     if is_dry:
         two = {**small, "--workers": 2, "--ranks": 2, "-x": 4, "-H": 2, "--fragment-layers": 1}

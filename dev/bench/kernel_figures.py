@@ -66,8 +66,8 @@ def slots(lines, values):
     return round((sum(counts) or whole) / values, 2)
 
 
-def warps(source):
-    """Of a block of attention."""
+def warps_of_block(source):
+    """Warps of a block of attention's kernels."""
     return int(re.search(r"constexpr int warps = (\d+),", source)[1])
 
 
@@ -90,7 +90,7 @@ def figures_of(nvcc, nvdisasm, source, architecture):
     cubin = compiled(nvcc, source, f"-arch={architecture}", "-cubin", suffix=".cubin")
     sass = kernels_of_sass(subprocess.run([nvdisasm, "-c", str(cubin)], capture_output=True, text=True,
                                           check=True).stdout)
-    of_block = warps(ATTENTION_SOURCE.read_text())
+    of_block = warps_of_block(ATTENTION_SOURCE.read_text())
     found = {}
     for name in sorted([*VALUES, *ATTENTION]):
         registers, _, _, shared = reported[name]
@@ -108,7 +108,7 @@ def figures(nvcc, nvdisasm):
         source.write_text("".join(f'#include "{path.relative_to(ROOT)}"\n' for path in kernel_files()) + TEMPLATES)
         made = {name: figures_of(nvcc, nvdisasm, source, name) for name in ARCHITECTURES}
     return {"made by": "dev/bench/kernel_figures.py", "nvcc": version(nvcc),
-            "tiles": tiles(ATTENTION_SOURCE.read_text()), "warps": warps(ATTENTION_SOURCE.read_text()), **made}
+            "tiles": tiles(ATTENTION_SOURCE.read_text()), "warps": warps_of_block(ATTENTION_SOURCE.read_text()), **made}
 
 
 def version(nvcc):

@@ -16,7 +16,6 @@
 #include <stdexcept>
 #include <string>
 #include <unordered_map>
-#include <vector>
 
 #include "llmc/buffer.h"
 #include "llmc/cpu/activation.h"

@@ -22,7 +22,8 @@ namespace attention {
 
 using bf16 = __nv_bfloat16;
 
-constexpr int warps = 4, largest_tile = 128;  // of a block; rows: the backward's tiles divide it
+constexpr int warps = 4,  // of a block
+    largest_tile = 128;   // rows; the sizes of the backward's tiles divide it
 constexpr float log2_e = 1.44269504f, ln_2 = 0.693147181f;
 
 // The rows that a block of each kernel owns, and those that it loops over in a step. They are as large as 255
@@ -338,8 +339,7 @@ struct Softmax {
 
 // out: (B,T,C)   lse: (B,NH,T)   qkv: (B,T,3C)
 // A block owns queries and loops over keys, from 0 to its last query; it loads the next tile of k and v while
-// it uses one. Flops: 2 T C a query, on average over positions. Bound by latency and, for heads of 64, reads
-// of shared memory.
+// it uses one. Flops: 2 T C a query, on average over positions. Bound by latency.
 template <int hs>
 __global__ void __launch_bounds__(32 * warps, 2)
     forward_kernel(bf16* out, float* lse, const bf16* qkv, int T, int C) {
@@ -405,7 +405,7 @@ __global__ void __launch_bounds__(32 * warps, 2)
 // dout out. In the padding lse is infinite, which makes probabilities 0, and the sum is 0.
 // lse2, dot: (B,NH,padded_T)
 // A block owns queries and goes through keys, from 0 to its last query. Flops: 3 T C a query, on average.
-// Bound by latency and, for heads of 64, reads of shared memory.
+// Bound by latency and reads of shared memory.
 template <int hs>
 __global__ void __launch_bounds__(32 * warps, 2)
     backward_dq_kernel(bf16* dqkv, float* partial, float* lse2, float* dot, const bf16* dout, const bf16* out,
@@ -513,7 +513,7 @@ __global__ void __launch_bounds__(32 * warps, 2)
         const int stage = first_query / queries % 2 * queries;
         load_tile_async<queries, hs>(q_tiles + stage * hs, q, 3 * C, first_query, T);
         load_tile_async<queries, hs>(dout_tiles + stage * hs, dout + size_t(b) * T * C + h * hs, C,
-                                                first_query, T);
+                                     first_query, T);
         if (threadIdx.x < queries / 4) {
             const int i = 4 * threadIdx.x;
             copy_async_16(lse2_tiles + stage + i, lse2 + first_query + i);
@@ -576,8 +576,8 @@ template <int hs>
 void forward(bf16* out, float* lse, const bf16* qkv, int B, int T, int C, Stream& stream) {
     using Tile = Tiles<hs>;
     const int tiles = (T + Tile::forward_queries - 1) / Tile::forward_queries;
-    launch(forward_kernel<hs>,
-           Grid{dim3(tiles, C / hs, B), 32 * warps, Tile::forward_bytes, stream}, out, lse, qkv, T, C);
+    launch(forward_kernel<hs>, Grid{dim3(tiles, C / hs, B), 32 * warps, Tile::forward_bytes, stream}, out,
+           lse, qkv, T, C);
 }
 
 template <int hs>
@@ -592,12 +592,10 @@ void backward(bf16* dqkv, float* dqkvb, const bf16* dout, const bf16* out, const
     const int key_tiles = (T + Tile::dkv_keys - 1) / Tile::dkv_keys;
     const long q_rows = long(B) * query_tiles, kv_rows = long(B) * key_tiles;
     float *q_sums = sums.partial(q_rows, C), *kv_sums = sums.partial(kv_rows, 2 * C);
-    launch(backward_dq_kernel<hs>,
-           Grid{dim3(query_tiles, NH, B), 32 * warps, Tile::dq_bytes, stream}, dqkv, q_sums, lse2,
-           dot, dout, out, qkv, lse, T, padded_T, C);
-    launch(backward_dkv_kernel<hs>,
-           Grid{dim3(key_tiles, NH, B), 32 * warps, Tile::dkv_bytes, stream}, dqkv, kv_sums, dout,
-           qkv, lse2, dot, T, padded_T, C);
+    launch(backward_dq_kernel<hs>, Grid{dim3(query_tiles, NH, B), 32 * warps, Tile::dq_bytes, stream}, dqkv,
+           q_sums, lse2, dot, dout, out, qkv, lse, T, padded_T, C);
+    launch(backward_dkv_kernel<hs>, Grid{dim3(key_tiles, NH, B), 32 * warps, Tile::dkv_bytes, stream}, dqkv,
+           kv_sums, dout, qkv, lse2, dot, T, padded_T, C);
     sums.add_later(dqkvb, q_sums, q_rows, C, C);
     sums.add_later(dqkvb + C, kv_sums, kv_rows, 2 * C, 2 * C);
 }

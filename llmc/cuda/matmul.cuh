@@ -1,13 +1,13 @@
-// The fully connected layer, forward and backward, on cuBLASLt; with GELU fused into either side.
+// The fully connected layer, forward and backward, on cuBLASLt, and GELU beside it or within.
 //
 //     out = inp weight^T + bias
 //     dinp = dout weight,   dweight += dout^T inp
 //
 // bf16 build: the inputs of the three products are bf16, sums are fp32. fp32 build, for checking: `highest`
-// is fp32, `high` and `medium` round the inputs to tf32. GELU has its own kernels in the fp32 build, and with
-// bf16 on GPUs where fusing it does not pay. cuBLASLt's matrices are column-major. A row-major (r,c) is, as
-// it lies, a column-major (c,r) with leading dimension c, so each product is computed transposed, out of what
-// cuBLASLt takes for A and B:
+// is fp32, `high` and `medium` round the inputs to tf32. With bf16 the forward's product takes GELU in on
+// some GPUs, and with `--fuse-gelu 2` the backward's its derivative. cuBLASLt's matrices are column-major. A
+// row-major (r,c) is, as it lies, a column-major (c,r) with leading dimension c, so each product is computed
+// transposed, out of what cuBLASLt takes for A and B:
 //
 //     product            D = op(A) op(B)    A, as it lies    B, as it lies   m    n    k
 //     forward            out^T              weight (C,OC)^T  inp (C,N)       OC   N    C
@@ -28,7 +28,6 @@
 #include "llmc/cuda/memory.cuh"
 #include "llmc/cuda/stream.cuh"
 #include "llmc/floatx.h"
-#include "llmc/gelu.h"
 
 namespace cuda {
 
@@ -124,9 +123,9 @@ public:
         handle.reset(made);
     }
 
-    // Whether fusing GELU into the forward should pay: on Hopper (on an H200 it costs nothing) and server
-    // Blackwell. Elsewhere cuBLASLt's fused products should take longer than plain ones and a kernel (not
-    // measured).   major: compute capability's
+    // Whether GELU is fused into the forward by default: on Hopper (an H200 takes as long either way) and on
+    // server Blackwell. Elsewhere cuBLASLt's fused products should take longer than plain ones and a kernel.
+    // major: compute capability's
     static bool gains_from_fusing_gelu(int major) { return major == 9 || major == 10; }
 
     std::string description() const {
@@ -149,7 +148,7 @@ public:
         const Key key{int(kind), N, C, OC, int(epilogue)};
         auto found = plans.find(key);
         if (found == plans.end()) { found = plans.emplace(key, make_plan(kind, epilogue, N, C, OC)).first; }
-        Plan& plan = found->second;
+        const Plan& plan = found->second;
         set_pointers(plan, bias, aux);
         const float alpha = 1.0f, beta = add ? 1.0f : 0.0f;
         check(cublasLtMatmul(handle.get(), plan.operation.get(), &alpha, a, plan.a.get(), b, plan.b.get(),

@@ -52,7 +52,7 @@ constexpr LlmcFlag llmc_flags[] = {
     {"-m", LlmcKind::same, "-m", "all batches: 0, or -1 as there"},
     {"-f", LlmcKind::kept, "--matmul-precision", "0: highest; 1: changes nothing"},
     {"-w", LlmcKind::nothing, "nothing; 0 is refused", "master weights are always fp32"},
-    {"-ge", LlmcKind::option, "--fuse-gelu", "default: 1 where it should be faster"},
+    {"-ge", LlmcKind::option, "--fuse-gelu", "default: 1 on Hopper and server Blackwell, else 0"},
     {"-z", LlmcKind::nothing, "nothing; 2 and 3 are refused",
      "optimizer state is always sharded over a worker's ranks"},
     {"-r", LlmcKind::same, "-r", "default: 0"},

@@ -5,7 +5,6 @@
 #include <cmath>
 #include <cstring>
 #include <random>
-#include <set>
 #include <thread>
 
 #include "dev/emulator/device_array.h"
@@ -14,7 +13,6 @@
 
 #include "dev/emulator/cublaslt.h"
 #endif
-#include "dev/test/environment.h"
 #include "dev/test/kernels/values.h"
 #include "llmc/cpu/matmul.h"
 #include "llmc/cuda/matmul.cuh"
@@ -271,6 +269,7 @@ TEST(Matmul, GeluIsFusedWhereItGainsUnlessAnOptionSaysOtherwise) {
         EXPECT_EQ(cuda::Matmul::gains_from_fusing_gelu(major), major == 9 || major == 10) << major;
     }
     EXPECT_FALSE(cuda::Matmul({MatmulPrecision::highest, 0}).fuses_gelu);
+    EXPECT_FALSE(cuda::Matmul(MatmulPrecision::highest).fuses_gelu_backward);
     for (const int both : {1, 2}) {
         const cuda::Matmul matmul({MatmulPrecision::highest, both});
         EXPECT_EQ(matmul.fuses_gelu, cuda::Matmul::bf16);
@@ -373,9 +372,9 @@ TEST(Matmul, ThePlanOfAShapeIsMadeOnce) {
     EXPECT_EQ(emulator::heuristics_asked(), before + 3);
 }
 
-// The last bits of a product depend on its algorithm. What it adds to begins at `begin`.
-Floats product_with_rounded_sums(cuda::Matmul& matmul, int N = 64, float begin = 0.0f) {
-    const int C = 512;
+// begin + inp^T inp of random values.
+Floats gram(cuda::Matmul& matmul, float begin) {
+    const int N = 64, C = 512;
     std::mt19937 random(1);
     std::uniform_real_distribution<float> uniform(-1.0f, 1.0f);
     Floats values(size_t(N) * C);
@@ -390,8 +389,7 @@ Floats product_with_rounded_sums(cuda::Matmul& matmul, int N = 64, float begin =
 
 TEST(Matmul, AGramMatrixIsAdded) {
     cuda::Matmul matmul(MatmulPrecision::highest);
-    const Floats alone = product_with_rounded_sums(matmul);
-    const Floats added = product_with_rounded_sums(matmul, 64, 8.0f);
+    const Floats alone = gram(matmul, 0.0f), added = gram(matmul, 8.0f);
     for (size_t i = 0; i < alone.size(); i++) { ASSERT_NEAR(added[i], alone[i] + 8.0f, 1e-4) << i; }
 }
 

@@ -1,7 +1,6 @@
 """Checkpoints of the CUDA trainer on a CPU (train_gpt_emulated): taken and resumed in mid-exchange, under an
 adversary that delays its streams, over NCCL and TCP, with the outer state on the device and in the host's
 memory."""
-import re
 import shutil
 import signal
 import sys

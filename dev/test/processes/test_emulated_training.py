@@ -80,16 +80,16 @@ def test_the_host_waits_in_no_call_of_a_step_nor_of_its_checkpoint(train):
 
 
 def test_launches_of_a_micro_step_of_the_largest_gpt_2_fit_into_a_stream_s_queue(train):
-    """About 1,000 do; beyond that the host waits in a launch. d48, GELU fused, as on Hopper."""
+    """About 1,000 do; beyond that the host waits in a launch. d48, GELU in the forward's product, as on Hopper."""
     def launches(layers, micro_steps):
         options = {**SMALL, "--layers": layers, "-x": 1, "-d": 64 * micro_steps, "-v": 0, "-s": 0, "--workers": 1,
                    "--ranks": 1, "-H": None, "--overlap": None, "--fragment-layers": None, "--outer-dtype": None,
-                   "--fuse-gelu": 2}
+                   "--fuse-gelu": 1}
         run = train(f"{layers}-{micro_steps}", options,
                     environment={**environment(0), "EMULATOR_COUNT_WAITS": "1"}, trainer=EMULATED)
         return int(re.search(r"the host launched (\d+) times", run.stderr)[1])
     one, two = (launches(layers, 3) - launches(layers, 2) for layers in (1, 2))
-    assert 0 < one + 47 * (two - one) <= 1000
+    assert 0 < one + 47 * (two - one) <= 1024
 
 
 def test_tcp_under_the_gpu_s_stream_gives_nccl_s_bits(train, calm):

@@ -90,7 +90,8 @@ def test_the_cost_of_an_exchange_is_beside_its_noise(table, who):
 
 
 @pytest.mark.parametrize("words,message", [
-    (["speed"], "error: there is no part 'speed': give some of d12, d48, layers, matmuls, streaming, exchange1, exchange2"),
+    (["speed"],
+     "error: there is no part 'speed': give some of d12, d48, layers, matmuls, streaming, exchange1, exchange2"),
     (["--bench", "nowhere"], "error: nowhere is not built: make bench-gpu builds it")])
 def test_a_user_s_mistake_is_one_line(words, message):
     result = bench(*words)
