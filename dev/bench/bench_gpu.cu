@@ -168,8 +168,7 @@ struct Bench {
 
 // Of B or, where that is 0, of the most sequences that fit beside a sixty-fourth of the GPU's memory, which
 // libraries and the context may want.
-inline std::unique_ptr<Bench> make_bench(const std::string& model, int B, int T, int recompute) {
-    const GptShape shape = shape_of(model, T);
+inline std::unique_ptr<Bench> make_bench(const GptShape& shape, int B, int T, int recompute) {
     const std::vector<int> sizes = B > 0 ? std::vector<int>{B}
                                          : std::vector<int>{96, 88, 80, 72, 64, 56, 48, 40, 32, 24, 16, 8, 4};
     for (int size : sizes) {
@@ -703,7 +702,7 @@ inline void run(const std::vector<const char*>& words) {
             print_matmuls(shape, B, T, recompute, rounds);
             return;
         }
-        const std::unique_ptr<Bench> bench = make_bench(words[1], B, T, recompute);
+        const std::unique_ptr<Bench> bench = make_bench(shape, B, T, recompute);
         if (layers) {
             print_layers(*bench, rounds);
         } else {

@@ -188,14 +188,9 @@ def pass_on(table, command):
     table.print()
 
 
-def bench_layers(table, args, size):
+def bench_parts_of_a_step(table, args, size, how):
     table.print("{}, B = {}, T = {}".format(*size.layers))
-    pass_on(table, [args.bench, "layers", *size.layers])
-
-
-def bench_matmuls(table, args, size):
-    table.print("{}, B = {}, T = {}".format(*size.layers))
-    pass_on(table, [args.bench, "matmuls", *size.layers])
+    pass_on(table, [args.bench, how, *size.layers])
 
 
 def bench_streaming(table, args, size):
@@ -348,8 +343,8 @@ def main():
     table.print()
     parts = {"d12": lambda: bench_model(table, args, size, "d12"),
              "d48": lambda: bench_model(table, args, size, "d48"),
-             "layers": lambda: bench_layers(table, args, size),
-             "matmuls": lambda: bench_matmuls(table, args, size),
+             "layers": lambda: bench_parts_of_a_step(table, args, size, "layers"),
+             "matmuls": lambda: bench_parts_of_a_step(table, args, size, "matmuls"),
              "streaming": lambda: bench_streaming(table, args, size),
              "exchange1": lambda: bench_exchange(table, args, size, 1),
              "exchange2": lambda: bench_exchange(table, args, size, 2)}

@@ -38,7 +38,6 @@ VALUES = {"adamw_update_kernel": 4, "encoder_backward_chunk_kernel": 4,
           "multiply_by_gelu_derivative_kernel": 8}
 ATTENTION = {f"attention::{name}_kernel<{size}>": (name, size)
              for name in ("forward", "backward_dq", "backward_dkv") for size in (64, 128)}
-ATTENTION_SOURCE = ROOT / "llmc/cuda/attention.cuh"
 BLOCKS_ON_SM = 2  # __launch_bounds__ of attention's kernels
 
 
@@ -85,12 +84,11 @@ def attention_figures(lines, architecture, warps):
             "clocks_with_shorter_latencies": of_shorter, "outside": whole - len(turn)}
 
 
-def figures_of(nvcc, nvdisasm, source, architecture):
+def figures_of(nvcc, nvdisasm, source, architecture, warps):
     reported = parse(report_of(nvcc, source, architecture)[1])
     cubin = compiled(nvcc, source, f"-arch={architecture}", "-cubin", suffix=".cubin")
     sass = kernels_of_sass(subprocess.run([nvdisasm, "-c", str(cubin)], capture_output=True, text=True,
                                           check=True).stdout)
-    of_block = warps_of_block(ATTENTION_SOURCE.read_text())
     found = {}
     for name in sorted([*VALUES, *ATTENTION]):
         registers, _, _, shared = reported[name]
@@ -98,17 +96,19 @@ def figures_of(nvcc, nvdisasm, source, architecture):
         if name in VALUES:
             found[name].update(slots=slots(sass[name], VALUES[name]), in_flight=loads_in_flight(sass[name])[1])
         else:
-            found[name].update(attention_figures(sass[name], architecture, of_block))
+            found[name].update(attention_figures(sass[name], architecture, warps))
     return found
 
 
 def figures(nvcc, nvdisasm):
+    attention = (ROOT / "llmc/cuda/attention.cuh").read_text()
+    warps = warps_of_block(attention)
     with tempfile.TemporaryDirectory(prefix="figures-") as folder:
         source = pathlib.Path(folder) / "kernels.cu"
         source.write_text("".join(f'#include "{path.relative_to(ROOT)}"\n' for path in kernel_files()) + TEMPLATES)
-        made = {name: figures_of(nvcc, nvdisasm, source, name) for name in ARCHITECTURES}
+        made = {name: figures_of(nvcc, nvdisasm, source, name, warps) for name in ARCHITECTURES}
     return {"made by": "dev/bench/kernel_figures.py", "nvcc": version(nvcc),
-            "tiles": tiles(ATTENTION_SOURCE.read_text()), "warps": warps_of_block(ATTENTION_SOURCE.read_text()), **made}
+            "tiles": tiles(attention), "warps": warps, **made}
 
 
 def version(nvcc):

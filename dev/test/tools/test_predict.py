@@ -268,8 +268,8 @@ def test_registers_are_those_of_the_table():
 def test_the_latencies_that_the_model_assumes_do_not_decide():
     for architecture in kernel_figures.ARCHITECTURES:
         for name in kernel_figures.ATTENTION:
-            figures = FIGURES[architecture][name]
-            assert figures["clocks_with_shorter_latencies"] == pytest.approx(figures["clocks"], rel=0.1), name
+            figures, rel = FIGURES[architecture][name], 0.1 if name == "attention::forward_kernel<64>" else 0.05
+            assert figures["clocks_with_shorter_latencies"] == pytest.approx(figures["clocks"], rel=rel), name
 
 
 def test_differences_are_told_with_their_place():
