@@ -119,6 +119,9 @@ BENCHMARK = ROOT / "dev/bench/bench_cpu.py"
     ("[kernel.kallsyms]", "[k] exc_page_fault", "kernel, C library"),
     ("train_gpt_cpu", "[.] cpu::attention_backward_head", "attention"),
     ("train_gpt_cpu", "[.] cpu::tile_matmul<true>", "attention"),
+    ("train_gpt_cpu", "[.] cpu::tile<false, 2>", "attention"),
+    ("train_gpt_cpu", "[.] cpu::softmax_row", "attention"),
+    ("train_gpt_cpu", "[.] cpu::fused_classifier", "embedding, classifier"),
     ("train_gpt_cpu", "[.] cpu::convert_to_bf16", "conversions"),
     ("train_gpt_cpu", "[.] main", "other")])
 def test_a_symbol_belongs_to_a_part(library, symbol, part):
