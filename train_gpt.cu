@@ -1,4 +1,4 @@
-// diloco.c: trains GPT-2 on machines that are far apart.
+// diloco.c: trains GPT-2 and GPT-3 models on machines that are far apart.
 //
 //   worker   R ranks with a fast link: they sum gradients each step; each keeps 1/R of the optimizer state
 //   run      M workers with slow links: they exchange one fragment of the model at a time while training
@@ -320,7 +320,7 @@ inline bool compute_gradients(Worker& worker, DataLoader& loader, int B, int T, 
         loader.next_batch();
         forward(model, loader.inputs(), B, T, worker.main);
         classify(model, loader.targets(), B, T, &scalars->loss, share, share, true, worker.main);
-        worker.main.wait(worker.spare_is_copied);  // by the last checkpoint
+        worker.main.wait(worker.spare_is_copied);  // the last checkpoint still reads the gradients
         model.sums.begin(model.grads, model.layout, micro_step == 0, worker.main);
         backward(model, B, T, worker.main, [&](int b) { if (last) { reduce_block(worker, b); } });
     }
@@ -654,7 +654,8 @@ inline TrainingArrays arrays_of(Worker& worker) {
             worker.v,            worker.model.params, worker.outliers.data()};
 }
 
-// Starts to copy the state after `step` steps. The next backward waits for the model's copy, updates for all.
+// Starts to copy the state after `step` steps. The next backward pass waits until the model is copied,
+// the next update until all is.
 inline TrainingSnapshot& take_snapshot(Run& run, long step) {
     Worker& worker = *run.worker;
     const bool last = step == run.inputs.steps;

@@ -128,8 +128,12 @@ public:
     }
 
     // Returns once the data is on the disk; some file systems report a full one only here.
-    void sync_and_close() {
+    void sync() {
         if (fsync(descriptor) != 0) { fail(); }
+    }
+
+    void sync_and_close() {
+        sync();
         if (close(std::exchange(descriptor, -1)) != 0) { fail(); }
     }
 

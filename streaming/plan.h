@@ -116,13 +116,13 @@ inline std::vector<size_t> sent_in_period(const std::vector<Fragment>& fragments
 
 // The bandwidth, in bytes per step, at which no merge waits, without latency: what is sent in any
 // `length` + 1 consecutive steps is transferred in `length` + overlap steps.
-// overlap: at least 1
+// overlap: at least 1. Steps that begin with one in which nothing is sent need no more than those without it.
 inline double bytes_a_step_without_waits(const std::vector<size_t>& sent, long overlap) {
     const long H = long(sent.size());
     double most = double(std::accumulate(sent.begin(), sent.end(), size_t(0))) / double(H);
     for (long first = 0; first < H; first++) {
         size_t sum = 0;
-        for (long length = 0; length < H; length++) {
+        for (long length = 0; length < H && sent[first] > 0; length++) {
             sum += sent[(first + length) % H];
             most = std::max(most, double(sum) / double(length + overlap));
         }

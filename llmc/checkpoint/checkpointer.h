@@ -334,21 +334,24 @@ private:
         if (!clean.is_whole) { say(format("after the checkpoint of step %ld: ", step) + clean.words); }
     }
 
-    // Writes the model first: where process 0 has a state, the model is there, too.
+    // Where process 0 has a state, the model is there, too. Old checkpoints are found by their states: a model
+    // that a killed process left without one would never be deleted. So it is written when the state lies on
+    // the disk and needs only its name; but the run's last model, its result, is written first.
     void write_files(const CheckpointJob& job, Written& written) {
         const long step = job.identity.step;
         job.ready();
         check();
         const double start = now_seconds();
-        if (job.write_model) {
+        const auto write_model = [&] {
+            if (!job.write_model || written.model) { return; }
             job.write_model(files.model(step));
             written.model = true;
             model_stays = job.is_last;
-        }
+        };
+        if (job.is_last) { write_model(); }
         try {
-            write_state(files.state(step), job.identity, job.sections(), [&] { check(); });
+            write_state(files.state(step), job.identity, job.sections(), [&] { check(); }, write_model);
         } catch (...) {
-            // Old checkpoints are found by their states: a model without one would never be deleted.
             if (written.model && !model_stays) { unlink(files.model(step).c_str()); }
             throw;
         }

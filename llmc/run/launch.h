@@ -10,6 +10,8 @@
 // again with DILOCO_WORKER and DILOCO_RANK set, passes on their output, and ends when they have ended. It
 // restarts an elastic worker that has failed, with DILOCO_RESTART set to the number of restarts so far.
 #pragma once
+#include <fcntl.h>
+#include <sys/file.h>
 #include <unistd.h>
 #include <xxhash.h>
 
@@ -153,7 +155,8 @@ inline Place find_place(const LaunchOptions& o) {
     return place;
 }
 
-// A folder in $TMPDIR or /tmp that is removed with all that is in it.
+// A folder in $TMPDIR or /tmp that is removed with all that is in it. It is locked, so that systemd-tmpfiles,
+// which removes old files from /tmp on some systems, leaves it alone.
 class TemporaryDirectory {
 public:
     TemporaryDirectory() {
@@ -163,14 +166,20 @@ public:
             throw UserError("no temporary folder " + path + " (" + strerror(errno) +
                             "): set TMPDIR to a folder that can be written");
         }
+        descriptor = open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+        if (descriptor >= 0) { flock(descriptor, LOCK_SH); }
     }
     TemporaryDirectory(const TemporaryDirectory&) = delete;
     TemporaryDirectory& operator=(const TemporaryDirectory&) = delete;
     ~TemporaryDirectory() {
         std::error_code ignored;
         std::filesystem::remove_all(path, ignored);
+        if (descriptor >= 0) { close(descriptor); }
     }
     std::string path;
+
+private:
+    int descriptor = -1;
 };
 
 // The runs to start here: one, or one for each elastic worker.

@@ -316,7 +316,8 @@ private:
         Kept kept;
         std::ifstream log(path, std::ios::binary);
         if (!log) { return kept; }
-        std::string text, line;
+        std::string line;
+        off_t bytes = 0;
         bool is_cut = false, is_beginning = true;  // what stays is the file's beginning: that needs no room
         while (std::getline(log, line) && !log.eof()) {
             if (!is_kept(line, cut)) {
@@ -324,14 +325,25 @@ private:
                 continue;
             }
             is_beginning = !is_cut;
-            text += line + "\n";
+            bytes += off_t(line.size()) + 1;
             kept.run_line = kept.run_line || line.rfind("{\"type\":\"run\"", 0) == 0;
             const size_t time = line.find("\"time\":");
             if (time != std::string::npos) { kept.seconds = strtod(line.c_str() + time + 7, nullptr); }
         }
-        if (is_beginning && truncate(path.c_str(), off_t(text.size())) != 0) { fail(path, strerror(errno)); }
-        if (!is_beginning) { write_file(path, [&](OutputFile& f) { f.write(text.data(), text.size()); }); }
+        if (is_beginning && truncate(path.c_str(), bytes) != 0) { fail(path, strerror(errno)); }
+        if (!is_beginning) { write_file(path, [&](OutputFile& file) { copy_kept(file, path, cut); }); }
         return kept;
+    }
+
+    // Line by line: a log of weeks has gigabytes.
+    static void copy_kept(OutputFile& file, const std::string& path, const LogCut& cut) {
+        std::ifstream log(path, std::ios::binary);
+        std::string line;
+        while (std::getline(log, line) && !log.eof()) {
+            if (!is_kept(line, cut)) { continue; }
+            line += '\n';
+            file.write(line.data(), line.size());
+        }
     }
 
     // Whether a line of main.log ("s:20 trl:...") or metrics.jsonl is kept. An `end` line never is: the

@@ -145,12 +145,21 @@ struct Session {
             watchdog, [this] { device::use_in_this_thread(device); }, std::move(when_whole));
     }
 
+    // A run that resumes can do with the file it has: on a full disk it trains on.
+    void write_config(const std::string& path) {
+        try {
+            write_file(path, [&](OutputFile& file) { file.write(options.toml.data(), options.toml.size()); });
+        } catch (const RunError& error) {
+            if (!std::filesystem::exists(path)) { throw; }
+            status.print(std::string("warning: the old config.toml stays: ") + error.what());
+        }
+    }
+
     // Starts the logs, and prints what this run is.   matmul, exchanges: text for people
     void announce(const Inputs& in, const std::vector<double>& fragment_offsets, const std::string& matmul,
                   const std::string& exchanges) {
         if (process.index() == 0 && !options.output.empty()) {
-            write_file(folder + "/config.toml",
-                       [&](OutputFile& file) { file.write(options.toml.data(), options.toml.size()); });
+            write_config(folder + "/config.toml");
         }
         logger.run({process.worker, process.rank, options.workers, options.ranks, in.layout.values,
                     options.resolved, in.steps, fragment_offsets},

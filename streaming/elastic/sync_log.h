@@ -78,7 +78,7 @@ public:
     bool is_running() const { return phase == Phase::running; }
     // What a wait would be for that may never end: "" if nothing. The store, or a giver of a snapshot.
     std::string helpless() const {
-        if (is_cut_off || !deaf.empty()) {
+        if (is_cut_off || (listens() && !deaf.empty())) {
             const std::string& why = is_cut_off ? trouble : deaf;
             return "the store does not answer" + (why.empty() ? "" : " (" + why + ")");
         }

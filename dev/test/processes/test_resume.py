@@ -767,6 +767,8 @@ def test_on_a_full_disk_the_last_whole_checkpoint_resumes(run, begin, small_disk
     step = start.written().newest_done()
     assert 0 < step < 200
     shutil.copytree(small_disk, tmp_path / "larger" / "run")
+    (tmp_path / "larger/run/config.toml.tmp").mkdir()  # its options cannot be written, as on a disk that is still full
     resumed = run("larger", options)
+    assert "warning: the old config.toml stays: cannot write " in resumed.output()
     assert resumed_step(resumed) == step
     compare(resumed.written(), expected.written())

@@ -245,6 +245,27 @@ TEST(Checkpointer, where_one_process_fails_there_is_no_checkpoint_and_all_know_w
     EXPECT_EQ(run.files(2), "DONE_00000030 state_00000030_00002.bin state_00000030_00003.bin ");
 }
 
+// A process that is killed while it writes leaves no model that no state belongs to: nothing would delete it.
+TEST(Checkpointer, a_model_is_written_when_its_state_is_on_the_disk_but_for_its_name_and_the_last_one_first) {
+    Processes run(1, 1);
+    run.start();
+    for (const bool is_last : {false, true}) {
+        CheckpointJob job = run.job(0, is_last ? 20 : 10);
+        const std::string state = run.state(0, job.identity.step);
+        std::string before;
+        job.is_last = is_last;
+        job.write_model = [&](const std::string& path) {
+            EXPECT_FALSE(exists(state));
+            if (exists(state + ".tmp")) { before = read_bytes(state + ".tmp"); }
+            write_bytes(path, "a model");
+        };
+        run[0].begin(job);
+        run.wait();
+        EXPECT_EQ(before, is_last ? "" : read_bytes(state));
+        EXPECT_TRUE(run.is_done(0, job.identity.step));
+    }
+}
+
 // The run's result is not lost when there is no room for a state, whichever process it is.
 TEST(Checkpointer, the_model_of_the_last_step_stays_where_its_checkpoint_is_not_whole) {
     for (int failing : {0, 1}) {

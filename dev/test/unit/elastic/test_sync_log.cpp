@@ -776,6 +776,24 @@ TEST(SyncLog, over_a_bucket_what_is_lost_on_the_second_connection_alone_is_asked
     EXPECT_EQ(log.helpless(), "");
 }
 
+TEST(SyncLog, over_a_bucket_a_second_connection_that_nothing_is_asked_over_any_more_makes_nobody_helpless) {
+    BucketSenders senders(2, 2);
+    Driven& one = *senders.workers[0];
+    one.log.answer(senders.store.perform_all(one.log.requests(senders.now)), senders.now);
+    const std::vector<StoreRequest> lost = one.log.listen();
+    ASSERT_FALSE(lost.empty());
+    one.log.hear(std::vector<StoreAnswer>(lost.size(), lost_answer("silent", false)), senders.now);
+    EXPECT_NE(one.log.helpless(), "");
+    senders.workers[1]->ways_until_it_goes_on(Senders::H + 1, senders.now);
+    for (int second = 0; second < 20 && one.log.listens(); second++) {
+        senders.now += 1;
+        one.log.turn(Senders::H + 1, senders.now);
+        one.go_there_and_back(senders.now);
+    }
+    ASSERT_FALSE(one.log.listens());
+    EXPECT_EQ(one.log.helpless(), "");
+}
+
 // It learns so while its second chunk is on its way, and its trainer goes on.
 TEST(SyncLog, over_a_bucket_a_worker_whose_place_is_closed_does_not_first_send_a_large_payload) {
     BucketSenders senders(3, 2, 1);

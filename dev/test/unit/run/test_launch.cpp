@@ -284,6 +284,15 @@ static bool all_are_gone(const std::vector<pid_t>& pids) {
     return false;
 }
 
+// systemd-tmpfiles leaves what is locked alone, however old it is.
+TEST(Launch, the_folder_of_a_run_on_one_machine_is_locked) {
+    const TemporaryDirectory folder;
+    const int other = open(folder.path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    EXPECT_EQ(flock(other, LOCK_EX | LOCK_NB), -1);
+    EXPECT_EQ(errno, EWOULDBLOCK);
+    close(other);
+}
+
 TEST(Launcher, every_place_is_started_once_and_lines_are_prefixed) {
     Program program("where", 2, 2);
     EXPECT_EQ(program.wait(), 0) << program.err;

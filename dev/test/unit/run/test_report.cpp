@@ -95,4 +95,11 @@ TEST(Report, the_slowest_link_without_waits_keeps_up_and_one_that_is_slower_does
     }
 }
 
+TEST(Report, with_a_large_h_the_link_is_found_at_once) {
+    std::vector<size_t> sent(1000000, 0);
+    for (size_t step : {0, 1, 500000}) { sent[step] = 1000; }
+    EXPECT_EQ(bytes_a_step_without_waits(sent, 1), 1000);
+    EXPECT_EQ(bytes_a_step_without_waits(sent, 10), 2000.0 / 11);
+}
+
 }  // namespace test_report
