@@ -320,7 +320,7 @@ inline bool compute_gradients(Worker& worker, DataLoader& loader, int B, int T, 
         loader.next_batch();
         forward(model, loader.inputs(), B, T, worker.main);
         classify(model, loader.targets(), B, T, &scalars->loss, share, share, true, worker.main);
-        worker.main.wait(worker.spare_is_copied);  // the last checkpoint still reads the gradients
+        worker.main.wait(worker.spare_is_copied);  // the last checkpoint's model may lie there
         model.sums.begin(model.grads, model.layout, micro_step == 0, worker.main);
         backward(model, B, T, worker.main, [&](int b) { if (last) { reduce_block(worker, b); } });
     }

@@ -46,10 +46,10 @@
 
 struct CheckpointJob {
     StateIdentity identity;
-    // Called on the writer's thread, in this order.
-    std::function<void()> ready;                               // returns when the data is in host memory
-    std::function<void(const std::string& path)> write_model;  // empty: this process writes no model
+    // Called on the writer's thread, in this order; of the last step write_model comes before sections.
+    std::function<void()> ready;  // returns when the data is in host memory
     std::function<std::vector<StateSection>()> sections;
+    std::function<void(const std::string& path)> write_model;  // empty: this process writes no model
     std::function<void()> when_whole = [] {};
     bool is_last = false;  // the run's last step: its model stays even if the checkpoint fails
 };
@@ -344,6 +344,7 @@ private:
         const double start = now_seconds();
         const auto write_model = [&] {
             if (!job.write_model || written.model) { return; }
+            check();
             job.write_model(files.model(step));
             written.model = true;
             model_stays = job.is_last;

@@ -1,5 +1,5 @@
 // Buffer: an array that is freed with its owner. All zero bits when new, and 64-byte aligned, which is
-// fastest for vector loads and oneDNN. A large one takes whole pages of 2 MiB: with pages of 4 KiB the CPU
+// fastest for vector loads and oneDNN. A large one takes pages of 2 MiB, also at its end: with pages of 4 KiB the CPU
 // looks up an address for every 4 KiB, and in attention, which reads parts of rows, for every row. In a
 // virtual machine this can cost a lot: there LayerNorm took longer for the last MiB of an array, in small
 // pages, than for the two before it, in a large one.
@@ -17,10 +17,10 @@ namespace cpu {
 struct AlignedMemory {
     static void* take(size_t bytes) {
         const size_t page = size_t(2) << 20, whole = (bytes + page - 1) / page * page;
-        const bool large = whole <= bytes + bytes / 3;  // at most a third more
-        void* const p = large ? memalign(page, whole) : memalign(64, bytes);
+        const size_t taken = whole - bytes <= bytes / 3 ? whole : bytes;  // at most a third more
+        void* const p = memalign(taken < page ? 64 : page, taken);
         if (!p) { throw std::bad_alloc(); }
-        if (large) { madvise(p, whole, MADV_HUGEPAGE); }  // a hint, which may be refused
+        if (taken >= page) { madvise(p, taken, MADV_HUGEPAGE); }  // a hint, which may be refused
         return memset(p, 0, bytes);
     }
     static void give_back(void* p) { free(p); }

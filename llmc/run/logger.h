@@ -331,19 +331,24 @@ private:
             if (time != std::string::npos) { kept.seconds = strtod(line.c_str() + time + 7, nullptr); }
         }
         if (is_beginning && truncate(path.c_str(), bytes) != 0) { fail(path, strerror(errno)); }
-        if (!is_beginning) { write_file(path, [&](OutputFile& file) { copy_kept(file, path, cut); }); }
+        if (!is_beginning) { write_file(path, [&](OutputFile& file) { copy_kept(file, log, cut); }); }
         return kept;
     }
 
-    // Line by line: a log of weeks has gigabytes.
-    static void copy_kept(OutputFile& file, const std::string& path, const LogCut& cut) {
-        std::ifstream log(path, std::ios::binary);
-        std::string line;
+    // A megabyte at a time: a log of weeks has gigabytes.
+    static void copy_kept(OutputFile& file, std::ifstream& log, const LogCut& cut) {
+        std::string text, line;
+        log.clear();
+        log.seekg(0);
         while (std::getline(log, line) && !log.eof()) {
             if (!is_kept(line, cut)) { continue; }
-            line += '\n';
-            file.write(line.data(), line.size());
+            text += line + "\n";
+            if (text.size() < 1 << 20) { continue; }
+            file.write(text.data(), text.size());
+            text.clear();
         }
+        if (log.bad()) { throw RunError("cannot read a log again"); }
+        file.write(text.data(), text.size());
     }
 
     // Whether a line of main.log ("s:20 trl:...") or metrics.jsonl is kept. An `end` line never is: the

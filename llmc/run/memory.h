@@ -30,7 +30,8 @@ struct MemoryNeed {
 
 const double program_bytes = 20e6;  // a process without a model
 
-// Activations of B x T tokens, as allocate_activations() in train_gpt.cu takes them.
+// Activations of B x T tokens, as allocate_activations() in train_gpt.cu takes them. What fills an array's last
+// page (llmc/cpu/buffer.h) is left out: it matters only in runs that take little.
 inline double activation_bytes(const GptShape& shape, int recompute, MatmulPrecision precision,
                                double tokens) {
     const double C = shape.channels, L = shape.layers;

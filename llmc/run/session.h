@@ -150,7 +150,7 @@ struct Session {
         try {
             write_file(path, [&](OutputFile& file) { file.write(options.toml.data(), options.toml.size()); });
         } catch (const RunError& error) {
-            if (!std::filesystem::exists(path)) { throw; }
+            if (!options.resume || !std::filesystem::exists(path)) { throw; }
             status.print(std::string("warning: the old config.toml stays: ") + error.what());
         }
     }

@@ -4,7 +4,8 @@
 #     WORKER=1 REDIS=10.7.0.1:6379 scripts/multi_node/run_site.sh     at the other
 # They may be started in any order, within TIMEOUT. All sites need the same RUN (training.sh lists them),
 # WORKERS, RANKS and options; a difference is named and ends the run. Each may have its own data or the same:
-# in an epoch a site trains on one of WORKERS parts of its own. Where they differ in tokens, give -x.
+# in an epoch a site trains on one of WORKERS parts of its own. Where they differ in tokens, give -x if the
+# .toml has max-steps = -1.
 # Started again at all sites with the same OUT, a run resumes from its newest checkpoint. README.md beside
 # this script goes through it step by step: WireGuard, redis_server.sh, firewalls. A site that is a SLURM
 # cluster uses run_slurm_site.sbatch. Options after the script's name win over those of the .toml.

@@ -505,6 +505,15 @@ def test_what_a_run_left_that_was_killed_in_its_first_checkpoint_is_no_obstacle(
     compare(resumed.written(), checkpoints.written())
 
 
+def test_options_that_cannot_be_written_end_a_new_run_but_not_one_that_resumes(run, copy, tmp_path):
+    (copy("run", 40) / "config.toml.tmp").mkdir()
+    resumed = run("run", TWO)
+    assert resumed_step(resumed) == 40 and "warning: the old config.toml stays: cannot write " in resumed.output()
+    (tmp_path / "new/run/config.toml.tmp").mkdir(parents=True)
+    (tmp_path / "new/run/config.toml").write_text("")
+    assert "cannot write " in run("new", {**TWO, "-y": 0}, status=1).stderr()
+
+
 def test_changed_options_are_named(run, copy):
     copy("run", 40)
     resumed = run("run", {**TWO, "-l": 0.02, "--local-weight": 0.25, "-x": 80, "--overlap": 3})
@@ -767,8 +776,6 @@ def test_on_a_full_disk_the_last_whole_checkpoint_resumes(run, begin, small_disk
     step = start.written().newest_done()
     assert 0 < step < 200
     shutil.copytree(small_disk, tmp_path / "larger" / "run")
-    (tmp_path / "larger/run/config.toml.tmp").mkdir()  # its options cannot be written, as on a disk that is still full
     resumed = run("larger", options)
-    assert "warning: the old config.toml stays: cannot write " in resumed.output()
     assert resumed_step(resumed) == step
     compare(resumed.written(), expected.written())
