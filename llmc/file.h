@@ -128,12 +128,8 @@ public:
     }
 
     // Returns once the data is on the disk; some file systems report a full one only here.
-    void sync() {
-        if (fsync(descriptor) != 0) { fail(); }
-    }
-
     void sync_and_close() {
-        sync();
+        if (fsync(descriptor) != 0) { fail(); }
         if (close(std::exchange(descriptor, -1)) != 0) { fail(); }
     }
 
@@ -168,13 +164,15 @@ inline void sync_folder(const std::string& folder) {
 
 // Makes the file `path` from what `write` writes. Until all of that is on the disk, `path` stays as it was.
 // tag: part of the temporary name; differs between processes that may write the same file at the same time
+// before_named: called when the data is on the disk, just before the file has its name
 inline void write_file(const std::string& path, const std::function<void(OutputFile&)>& write,
-                       const std::string& tag = "") {
+                       const std::string& tag = "", const std::function<void()>& before_named = [] {}) {
     const std::string temporary = path + tag + ".tmp";
     try {
         OutputFile file(temporary);
         write(file);
         file.sync_and_close();
+        before_named();
         if (rename(temporary.c_str(), path.c_str()) != 0) {
             throw RunError("cannot rename " + temporary + " to " + path + ": " + strerror(errno));
         }

@@ -180,16 +180,12 @@ inline void write_state(OutputFile& file, const StateIdentity& who, const std::v
 }
 
 // Writes the state file `path`. Throws a RunError if the disk fails. If it, `check` or `before_named` throws,
-// `path` is unchanged.   before_named: called when the data is on the disk, just before the file has its name
+// `path` is unchanged.   before_named: of write_file
 inline void write_state(const std::string& path, const StateIdentity& who,
                         const std::vector<StateSection>& sections,
                         const std::function<void()>& check = [] {},
                         const std::function<void()>& before_named = [] {}) {
-    write_file(path, [&](OutputFile& file) {
-        write_state(file, who, sections, check);
-        file.sync();
-        before_named();
-    });
+    write_file(path, [&](OutputFile& file) { write_state(file, who, sections, check); }, "", before_named);
 }
 
 // Whose state a file is, by its header; the rest may be missing. Nothing for a file of another kind.

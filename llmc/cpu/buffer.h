@@ -1,7 +1,7 @@
 // Buffer: an array that is freed with its owner. All zero bits when new, and 64-byte aligned, which is
-// fastest for vector loads and oneDNN. A large one takes pages of 2 MiB, also at its end: with pages of 4 KiB the CPU
-// looks up an address for every 4 KiB, and in attention, which reads parts of rows, for every row. In a
-// virtual machine this can cost a lot: there LayerNorm took longer for the last MiB of an array, in small
+// fastest for vector loads and oneDNN. A large one takes pages of 2 MiB, also at its end: with pages of 4 KiB
+// the CPU looks up an address for every 4 KiB, and in attention, which reads parts of rows, for every row. In
+// a virtual machine this can cost a lot: there LayerNorm took longer for the last MiB of an array, in small
 // pages, than for the two before it, in a large one.
 #pragma once
 #include <malloc.h>

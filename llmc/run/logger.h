@@ -331,12 +331,12 @@ private:
             if (time != std::string::npos) { kept.seconds = strtod(line.c_str() + time + 7, nullptr); }
         }
         if (is_beginning && truncate(path.c_str(), bytes) != 0) { fail(path, strerror(errno)); }
-        if (!is_beginning) { write_file(path, [&](OutputFile& file) { copy_kept(file, log, cut); }); }
+        if (!is_beginning) { write_file(path, [&](OutputFile& file) { copy_kept(file, path, log, cut); }); }
         return kept;
     }
 
     // A megabyte at a time: a log of weeks has gigabytes.
-    static void copy_kept(OutputFile& file, std::ifstream& log, const LogCut& cut) {
+    static void copy_kept(OutputFile& file, const std::string& path, std::ifstream& log, const LogCut& cut) {
         std::string text, line;
         log.clear();
         log.seekg(0);
@@ -347,7 +347,7 @@ private:
             file.write(text.data(), text.size());
             text.clear();
         }
-        if (log.bad()) { throw RunError("cannot read a log again"); }
+        if (log.bad()) { throw RunError("cannot read " + path); }
         file.write(text.data(), text.size());
     }
 
