@@ -41,10 +41,10 @@ from sites import Line, Sites, missing, slow_start_after_idle
 
 PROCESSES = 2
 
-# 2.8M parameters, and bytes as tokens: a step takes a third of a second on a core, as long as one of a large model on
-# large machines, and data-parallel sends 11 MB in each step.
+# 2.8M parameters, and bytes as tokens: in fp32 a step takes a third of a second on a core, as long as one of a large
+# model on large machines, and data-parallel sends 11 MB in each step.
 COMMON = {"--layers": 6, "--heads": 3, "--channels": 192, "--vocab-size": 257, "-t": 256, "-b": 8,
-          "-l": 0.001, "-s": 0, "-v": 0, "--timeout": 120}
+          "-l": 0.001, "-s": 0, "-v": 0, "--timeout": 120, "--matmul-precision": "highest"}
 MEGABITS_A_STEP = 90  # sent by data-parallel
 INNER_STEPS, PERIODS = 20, 2  # H, and the number of measured periods (twice as many in the unlimited runs)
 
