@@ -1,18 +1,18 @@
-// test_gpt: the model of train_gpt.cu against PyTorch's float64 numbers (dev/reference/reference.py): logits, loss,
-// every gradient, ten AdamW steps, ten steps with Muon. Leaves with 1 if anything is off.
+// test_gpt: compares the model of train_gpt.cu with PyTorch's float64 results (dev/reference/reference.py):
+// logits, loss, every gradient, ten AdamW steps, ten steps with Muon. Exits with status 1 if any differs.
 //
-//     test_gpt [REFERENCE]   dev/test/data/reference.bin; on a GPU, whose attention wants heads of 64 or 128
-//                            values, dev/test/data/reference_head64.bin
+//     test_gpt [REFERENCE]   default: dev/test/data/reference.bin; on a GPU, whose attention takes heads of
+//                            64 or 128 values: dev/test/data/reference_head64.bin
 #define TESTING
 #include "train_gpt.cu"
 
 #include "dev/test/alone.h"
 #include "dev/test/reference.h"
 
-// How far off results may be, ||a - b|| / ||b||: a few times what is seen. fp32 rounds to 2^-24, bf16
-// (activations, and parameters as the model reads them) to 2^-8, in some thirty operations in a row. Gradients
-// are judged by direction, too. The norms' limit is wide: AdamW makes whole steps of a gradient that is nearly
-// zero and all rounding.
+// The largest relative errors allowed, ||a - b|| / ||b||: a few times those observed. fp32 rounds to 2^-24,
+// bf16 (activations, and parameters as the model reads them) to 2^-8, in some thirty operations in a row.
+// Gradients are compared by direction, too. The limit of norms is wide: where a gradient is nearly zero and
+// mostly rounding error, AdamW still takes a full step.
 struct Limits {
     double logits, loss, gradient, gradient_cosine, norm, muon_matrix;
 };
@@ -48,7 +48,8 @@ inline double logits_error(Model& model, const std::vector<float>& expected, lon
     return relative_error(logits.data(), expected.data(), N * V);
 }
 
-inline void check_gradients(Comparison& result, const Model& model, const Reference& reference, Stream& main) {
+inline void check_gradients(Comparison& result, const Model& model, const Reference& reference,
+                            Stream& main) {
     const std::vector<float> grads = to_host(model.grads.data(), model.layout.size, main);
     for (const Tensor& tensor : model.layout.tensors) {
         const ReferenceArray& expected = reference.array("gradient." + tensor.name);
@@ -123,7 +124,9 @@ inline int test_steps(const Reference& reference, int recompute, const std::stri
 
 int main(int argc, char** argv) {
     try {
-        const Reference reference = read_reference(argc > 1 ? argv[1] : "dev/test/data/reference.bin");
+        const char* const usual = runs_on_gpu ? "dev/test/data/reference_head64.bin"
+                                              : "dev/test/data/reference.bin";
+        const Reference reference = read_reference(argc > 1 ? argv[1] : usual);
         int failures = 0;
         for (int recompute = 0; recompute <= 2; recompute++) {
             printf("--recompute %d\n", recompute);

@@ -109,8 +109,8 @@ inline void allocate_activations(Model& model, int B, int T) {
 // -----------------------------------------------------------------------------------------------------------
 // Forward and backward
 
-// Outputs of LayerNorm and GELU. Each layer has its own buffer. With --recompute 1 all layers share one for
-// GELU, with 2 also one for LayerNorm, and the backward pass computes the contents again.
+// Outputs of LayerNorm and GELU. Normally each layer has its own buffers. With --recompute 1 all layers share
+// one for GELU, with 2 also one for LayerNorm, and the backward pass recomputes the contents.
 inline Activation ln1_of(Model& model, int l) {
     return model.recompute < 2 ? model.acts.layers[l].ln1 : model.acts.ln_recomputed;
 }
@@ -161,8 +161,8 @@ inline void forward(Model& model, const int* inputs, int B, int T, Stream& main)
         }
         residual = x.residual3;
     }
-    device::matmul_forward(model.matmul, a.logits, a.lnf, model.embedding.wte, static_cast<floatX*>(nullptr),
-                           N, C, shape.padded_vocab_size, main);
+    device::matmul_forward(model.matmul, a.logits, a.lnf, model.embedding.wte, nullptr, N, C,
+                           shape.padded_vocab_size, main);
 }
 
 // Cross entropy of the last forward pass: adds scale * (sum over B * T tokens) to *loss. If `with_gradient`,
@@ -404,8 +404,8 @@ inline void set_parameters(Worker& worker, const float* flat) {
     worker.main.synchronize();
 }
 
-// Gathers the shards of all ranks, and starts to copy them to the host as one flat model where `flat` is not
-// empty, since a machine may lack the memory for a copy per rank. Between steps only.
+// Gathers the shards of all ranks. If `flat` is not empty, starts to copy the whole model to it: only one
+// rank passes such a buffer, since a machine may lack the memory for a copy per rank. Between steps only.
 // flat: (layout.size) or empty   shard: (layout.shard_size())
 inline void gather_flat(Worker& worker, HostBuffer<float>& flat, const float* shard) {
     const Layout& layout = worker.model.layout;
@@ -466,7 +466,7 @@ inline float validation_loss(Worker& worker, DataLoader& loader, int B, int T, l
     return loss;
 }
 
-// Fraction of the examples whose correct ending is the likeliest one. The ranks divide the examples.
+// Fraction of the examples whose correct ending has the lowest loss a token. The ranks divide the examples.
 inline double eval_accuracy(Worker& worker, const EvalSet& set, int B, int T) {
     Model& model = worker.model;
     Scalars* scalars = worker.scalars;
@@ -505,7 +505,7 @@ inline void sample(Model& model, const std::vector<int>& prompt, int length, int
 // What the host reads about a step once the device has completed it, which may be a step later.
 struct StepResult {
     StepMetrics metrics;            // step 0: there is nothing to read
-    long update = 0;                // this worker's updates so far, with this one
+    long update = 0;                // this worker's updates so far, including this one
     std::vector<SyncReport> syncs;  // merged in this step
     HostBuffer<Scalars> scalars{1};
     Event done;
@@ -542,7 +542,7 @@ struct Run {  // everything that a process holds while it trains
     StepResult results[2]{};                      // of this update and of the one before
     double last_collected = 0;                    // now_seconds() when the previous step was completed
     Outcome::Course course = Outcome::continues;  // as of the last exchange
-    long largest_overlap = 0;                     // tau of the slowest worker
+    long largest_overlap = 0;                     // the largest tau of all workers
 
     Run(const Options& o, Process& process, Inputs& in, const std::vector<Fragment>& fragments)
         : options(o), inputs(in), fragments(fragments),
@@ -616,8 +616,8 @@ inline void save_model(Run& run, long step) {
     run.session.status.print("wrote " + path);
 }
 
-// After `step` steps: validation, HellaSwag and a sample, each if it is due. After the last step of a run
-// without checkpoints, saves the model.
+// After `step` steps: validation, HellaSwag and a sample, each if it is due. After the last step, saves the
+// model, unless a checkpoint of this step contains it.
 inline void evaluate(Run& run, long step) {
     const Options& o = run.options;
     const Inputs& in = run.inputs;
@@ -667,7 +667,7 @@ inline TrainingSnapshot& take_snapshot(Run& run, long step) {
     snapshot.begin_copies(arrays_of(worker), worker.copies);
     if (run.outer) { run.outer->take_snapshot(worker.copies); }
     worker.copies.record(worker.state_is_copied);
-    if (last || run.is_stopping()) { run.main.wait(worker.state_is_copied); }  // no update follows
+    if (last || run.is_stopping()) { run.main.wait(worker.state_is_copied); }  // merges follow, not an update
     const Progress progress{step, run.inputs.steps, worker.adamw_updates, worker.traffic, run.session.totals};
     snapshot.set_fields(fields_of(progress, run.inputs.shape, *run.inputs.train_loader),
                         fields_of(run.options.resolved));
@@ -939,15 +939,15 @@ inline int train(const Options& o, Process& process) {
     std::unique_ptr<Run> run;  // outlives an error: on a GPU, freeing it may wait for a peer that has died
     bool is_complete = false;
     or_leave(process, [&] {
-        const std::string agreed_options = text_of(fingerprint_of_run(o, in)) + log_version(process.store_url);
+        const std::string agreed = text_of(fingerprint_of_run(o, in)) + log_version(process.store_url);
         agree(o, process, in, [&] {
             if (o.diloco.streams()) { validate(o.diloco, in.steps, o.workers); }
             if (!o.diloco.is_elastic()) { return; }
             const auto log = open_log_store(process.store_url, o.run_name, o.timeout);
-            compare_options(agreed_options, options_in(*log).value_or(agreed_options), rows_of_options);
+            compare_options(agreed, options_in(*log).value_or(agreed), rows_of_options);
         });
         run = std::make_unique<Run>(o, process, in, fragments);
-        run->agreed_options = agreed_options;
+        run->agreed_options = agreed;
         try {
             set_up(*run);
             is_complete = train_to_the_end(*run);

@@ -133,7 +133,7 @@ def download_gpt2():
     try:
         return Gpt2(tiktoken.get_encoding("gpt2"))
     except Exception as error:  # requests' errors, or a damaged cache: tiktoken has no type of its own
-        reason = str(error).splitlines()[0][:200]
+        reason = (str(error) or type(error).__name__).splitlines()[0][:200]
         raise UserError(f"GPT-2's vocabulary cannot be downloaded ({reason}): connect to the internet "
                         "once, with TIKTOKEN_CACHE_DIR=DIR to keep it in DIR rather than in /tmp, or use "
                         "--tokenizer bytes, bpe:N, or llm.c's gpt2_tokenizer.bin") from error
@@ -254,8 +254,9 @@ def output_folder(options, name):
 
 
 def shard_size(text):
-    if text.isdecimal() and 1000 <= int(text) <= 10**9:
-        return int(text)
+    count = token_count(text)
+    if 1000 <= count <= 10**9:
+        return count
     raise UserError(f"{text} is no size of a shard: give 1000 to 1000000000 tokens")
 
 
@@ -458,6 +459,9 @@ def make_whole(folder, settings, patterns, make):
         if is_there(folder, settings):
             print(f"{shown}: already there")
             return False
+        held = read_record(folder).get("settings")
+        if isinstance(held, dict) and held.get("corpus") != settings.get("corpus"):
+            raise UserError(f"{shown} holds another corpus, whose files this would remove: give another --out")
         if others := not_made_here(folder, patterns):  # for example llm.c's
             raise UserError(f"{shown}/{others[0].name} was not made by this script: use it as it is, or give "
                             "another --out")

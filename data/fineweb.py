@@ -428,7 +428,7 @@ def make(options, output, files):
         output.remove()
         raise UserError(f"{sum(counts):,} tokens do not fill a shard for validation and another one to train "
                         "on: give a smaller --shard-tokens, or more files")
-    output.complete = options.max_tokens if sum(counts) == most else 0
+    output.complete = options.max_tokens if sum(counts) >= most else 0
     output.save()
     return (f"{sum(counts[1:]):,} training tokens in {len(counts) - 1} shard(s), {counts[0]:,} for "
             f"validation, vocabulary {len(tokenizer.vocabulary)}")

@@ -42,7 +42,7 @@ build/encode: dev/test/encode.cpp $(HEADERS) Makefile build/options_cpu | depend
 	@mkdir -p build
 	$(CXX) $(CXXFLAGS) $< -o $@ $(DEPS_LINK) $(if $(HAS_PCRE2),-lpcre2-8)
 
-# Tests at a time. More than cores are faster where nothing else runs, and time limits come nearer.
+# Tests that run at the same time. More of them than cores are faster on an idle machine, but nearer to their limits.
 TEST_JOBS ?= $(JOBS)
 PYTEST = .venv/bin/python -m pytest -q -n $(TEST_JOBS) --dist loadgroup
 

@@ -78,7 +78,7 @@ public:
     // Grows while data of a call moves, as far as that is known. On any thread.
     virtual uint64_t progress() const { return 0; }
 
-    // Blocks the host until `event`, recorded behind calls, is complete and none of the calls has failed.
+    // Blocks the host until `event`, recorded after calls, is complete and none of the calls has failed.
     virtual void wait(const EventT& event) { event.synchronize(); }
 };
 

@@ -2,7 +2,7 @@
 //     d12, gpt2:d12   GPT-2 with 12 layers, and as many positions as a sequence has tokens
 //     gpt3:c768       GPT-3 with 768 channels and 2048 positions. Its attention is dense here, as in llm.c
 // The sizes are from the papers of GPT-2 and GPT-3 (arXiv 2005.14165, table 2.1) and from llm.c. GPT-3 13B is
-// missing, since its 5140 channels do not divide by its 40 heads.
+// missing, since its 5140 channels are not divisible by its 40 heads.
 #pragma once
 #include <string>
 

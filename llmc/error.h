@@ -1,7 +1,7 @@
 // Errors, by who can do something about them.
 //   UserError     an option, a file or the environment is wrong: main prints `error: what: what to do`,
 //                 exits 2
-//   OthersAbsent  a UserError on the workers that came, when others did not. Nothing may be wrong here, and a
+//   TemporaryFailure   a UserError that may pass: other processes or the store did not answer in time. A
 //                 batch system may try again: exits 75 (sysexits.h: EX_TEMPFAIL)
 //   RunError      something outside this process failed (a peer died, a disk is full): one line, exits 1, or
 //                 with a status of its own
@@ -18,7 +18,7 @@ struct UserError : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
-struct OthersAbsent : UserError {
+struct TemporaryFailure : UserError {
     using UserError::UserError;
 };
 
@@ -27,13 +27,13 @@ struct RunError : std::runtime_error {
     int status;
 };
 
-const int absent_status = 75;
+const int temporary_status = 75;
 // The status of a process whose place another one has taken. It must not be restarted: that would end the
 // other.
 const int replaced_status = 76;
 
 inline int exit_status(const std::exception& error) {
-    if (dynamic_cast<const OthersAbsent*>(&error)) { return absent_status; }
+    if (dynamic_cast<const TemporaryFailure*>(&error)) { return temporary_status; }
     if (dynamic_cast<const UserError*>(&error)) { return 2; }
     const RunError* const run_error = dynamic_cast<const RunError*>(&error);
     return run_error ? run_error->status : 1;

@@ -1,12 +1,12 @@
 // Number formats of a build and of a run.
 //
-//     floatX             of parameters and activations: bf16 on GPUs (fp32 in a -DENABLE_FP32 build), fp32 on
-//                        the CPU, but for most activations if matmuls round
+//     floatX             parameters and activations: bf16 on GPUs (fp32 in a -DENABLE_FP32 build), fp32 on
+//                        the CPU, except most activations where the CPU's matmuls round to bf16
 //                        (llmc/cpu/activation.h). Master weights, optimizer state and outer state are
 //                        float everywhere.
-//     MatmulPrecision    of matmuls of fp32 values, in PyTorch's words: `highest` is fp32; llmc/cpu/matmul.h
-//                        and llmc/cuda/matmul.cuh say how `high` and `medium` round.
-//     MatmulOptions      and what else Matmul has to know on a GPU (llmc/cuda/matmul.cuh).
+//     MatmulPrecision    precision of matmuls of fp32 values, in PyTorch's words: `highest` is fp32;
+//                        llmc/cpu/matmul.h and llmc/cuda/matmul.cuh say how `high` and `medium` round.
+//     MatmulOptions      the precision, and Matmul's settings on a GPU (llmc/cuda/matmul.cuh).
 #pragma once
 #include <string>
 
@@ -30,9 +30,10 @@ inline MatmulPrecision matmul_precision(const std::string& word) {
                              : MatmulPrecision::medium;
 }
 
-// fuse_gelu: into products: 0 never, 1 in the forward, 2 in both directions, -1: 1 on Hopper and server Blackwell, else 0
-// sms_taken: by collectives that wait for other workers while products run. Those among a worker's own ranks
-//            are too short for this to pay (dev/results/h200.md).
+// fuse_gelu: 0: GELU has its own kernels; 1: forward products apply it; 2: backward products, too;
+//            -1: 1 on Hopper and server Blackwell, else 0
+// sms_taken: SMs held by collectives that wait for other workers while products run. Those among a worker's
+//            own ranks are too short for this to pay (dev/results/h200.md).
 struct MatmulOptions {
     MatmulOptions(MatmulPrecision precision, int fuse_gelu = -1, int sms_taken = 0)
         : precision(precision), fuse_gelu(fuse_gelu), sms_taken(sms_taken) {}

@@ -59,7 +59,7 @@ struct Layout {
         return {blocks[block].offset / ranks, blocks[block].offset + rank * count, count};
     }
 
-    // So many of the first values of a rank's shard of a block have weight decay.
+    // The number of leading values in a rank's shard of a block that have weight decay.
     long decayed(int block, int rank) const {
         const long count = blocks[block].size / ranks;
         return std::clamp(blocks[block].decayed - rank * count, 0L, count);
@@ -77,10 +77,11 @@ struct Layout {
     }
 };
 
-// Zeroes what the first micro-step of a step does not overwrite, by the set_zero of the stream's namespace:
-// the gradients of positions, which encoder_backward adds to, and the padding.   grads: (layout.size)
+// Zeroes the gradients that the first micro-step of a step does not overwrite, by the set_zero of the
+// stream's namespace: those of positions, to which encoder_backward adds, and the padding.
+// grads: (layout.size)
 template <class Stream>
-void zero_what_is_added_to(float* grads, const Layout& layout, Stream& stream) {
+void zero_accumulated_gradients(float* grads, const Layout& layout, Stream& stream) {
     set_zero(grads + layout.tensor("wpe").offset, layout.tensor("wpe").count(), stream);
     for (const Block& b : layout.blocks) {
         if (b.size > b.values) { set_zero(grads + b.offset + b.values, b.size - b.values, stream); }

@@ -1,5 +1,5 @@
-// Model flops utilization: the flops that a model's equations need, over those that the GPU's data sheet
-// promises. A token takes
+// Model flops utilization: the flops that a model's equations need, over the peak that the GPU's data
+// sheet states. A token takes
 //
 //     6 N + 6 L C T        N: all parameters, with positions and the vocabulary's padding
 //
@@ -75,10 +75,10 @@ constexpr GpuRates gpu_rates[] = {
     {"RTX PRO 6000 Blackwell Workstation Edition", 503.8, 251.9, 126},
 };
 
-// The promised flops per second of the trainer's matmuls on a GPU of this name: in bf16 or, in an fp32 build,
+// The peak flops per second of the trainer's matmuls on a GPU of this name: in bf16 or, in an fp32 build,
 // in the given precision. Nothing for an unknown GPU.
-inline std::optional<double> promised_flops(const std::string& gpu_name, bool bf16,
-                                            MatmulPrecision precision = MatmulPrecision::medium) {
+inline std::optional<double> peak_flops(const std::string& gpu_name, bool bf16,
+                                        MatmulPrecision precision = MatmulPrecision::medium) {
     const std::string maker = "NVIDIA ";  // older drivers leave it out
     const std::string name = gpu_name.rfind(maker, 0) == 0 ? gpu_name.substr(maker.size()) : gpu_name;
     for (const GpuRates& rates : gpu_rates) {

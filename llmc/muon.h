@@ -55,26 +55,25 @@ inline void newton_schulz(NewtonSchulz& scratch, device::Matmul& matmul, floatX*
                           int columns, float scale, Stream& main) {
     const bool is_wide = rows <= columns;
     const int side = std::min(rows, columns);
-    const floatX* none = nullptr;
     floatX *x = scratch.x, *next = scratch.next_x, *gram = scratch.gram, *polynomial = scratch.polynomial;
     device::muon_normalize(x, scratch.norm_squared, matrix, long(rows) * columns, main);
     for (int i = 1; i <= newton_schulz_iterations; i++) {
         const bool is_last = i == newton_schulz_iterations;
         if (is_last) { next = matrix; }
         if (is_wide) {
-            device::matmul_forward(matmul, gram, x, x, none, side, columns, side, main);
+            device::matmul_forward(matmul, gram, x, x, nullptr, side, columns, side, main);
         } else {
             device::set_zero(scratch.sums.data(), long(side) * side, main);
             device::matmul_gram(matmul, scratch.sums, x, rows, side, main);
             device::cast(gram, scratch.sums.data(), long(side) * side, main);
         }
-        device::matmul_forward(matmul, scratch.square.data(), gram, gram, none, side, side, side, main);
+        device::matmul_forward(matmul, scratch.square.data(), gram, gram, nullptr, side, side, side, main);
         device::newton_schulz_polynomial(polynomial, gram, scratch.square, side, is_last ? scale : 1.0f,
                                          main);
         if (is_wide) {
             device::matmul_product(matmul, next, polynomial, x, side, side, columns, main);
         } else {
-            device::matmul_forward(matmul, next, x, polynomial, none, rows, side, side, main);
+            device::matmul_forward(matmul, next, x, polynomial, nullptr, rows, side, side, main);
         }
         std::swap(x, next);
     }

@@ -7,8 +7,8 @@
 // which is llm.c's z-score (its llmc/outlier_detector.h), so that llm.c's limits mean the same here. x enters
 // the window before it is scored, whether or not its step is skipped, and its score is NaN as long as fewer
 // than 128 values came before it. Since x is in the window, z is at most sqrt(127) = 11.27: a higher limit
-// skips nothing. A value that is not finite never enters and has no score; with such a norm AdamW does
-// nothing anyway. Mean and deviation are summed anew each time, in double: nothing drifts, and a large mean
+// skips nothing. A value that is not finite never enters and has no score; with such a norm no update is
+// made anyway. Mean and deviation are summed anew each time, in double: nothing drifts, and a large mean
 // hides no small deviation.
 #pragma once
 #include <cmath>
@@ -67,7 +67,7 @@ HD inline float enter_value(SeriesWindow& window, float value) {
 // The largest possible score, sqrt(n - 1): that of one value among n - 1 equal ones.
 constexpr double largest_zscore = 11.269427669584644;
 
-// A value without a score (NaN) is none.
+// A value without a score (NaN) is not an outlier.
 HD inline bool is_outlier(float zscore, float limit) { return limit > 0 && zscore > limit; }
 
 struct Scalars {  // a step's results on the device: the optimizers read them there, the host gets a copy

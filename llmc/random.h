@@ -33,10 +33,10 @@ HD inline Philox4 random_bits(uint64_t seed, RandomUse use, uint64_t index, uint
                          uint32_t(seed >> 32));
 }
 
-// Where a random permutation of 0, 1, ... count - 1 takes `index`; each `number` gives another permutation.
-// It takes no memory: a Feistel network of eight rounds permutes 0 ... 4^bits - 1, and is applied again while
-// the result is not below count (cycle walking: Black & Rogaway, "Ciphers with arbitrary finite domains",
-// CT-RSA 2002), fewer than four times on average.   count: at most 2^62
+// The image of `index` under a random permutation of 0, 1, ... count - 1; each `number` is another
+// permutation. It takes no memory: a Feistel network of eight rounds permutes 0 ... 4^bits - 1, and is
+// applied again while the result is not below count (cycle walking: Black & Rogaway, "Ciphers with arbitrary
+// finite domains", CT-RSA 2002), fewer than four times on average.   count: at most 2^62
 inline uint64_t permuted(uint64_t index, uint64_t count, uint64_t seed, RandomUse use, uint32_t number) {
     int bits = 1;
     while (uint64_t(1) << (2 * bits) < count) { bits++; }

@@ -225,7 +225,7 @@ public:
     void wait() const {
         std::unique_lock<std::mutex> lock(mutex);
         changed.wait(lock, [this] { return abandoned || missing == 0; });
-        if (abandoned) { throw RunError("the run ended before all that was on its way had arrived"); }
+        if (abandoned) { throw RunError("the run ended before all that the snapshot awaits had arrived"); }
         const Event all = last_copy;
         lock.unlock();
         all.synchronize();
@@ -262,7 +262,7 @@ protected:
         return arrays.emplace_back(Array{name, HostBuffer<float>(most), most});
     }
 
-    // Starts a snapshot that awaits so many arrivals. The previous one must have been written or abandoned.
+    // Starts a snapshot that awaits `awaited` arrivals. The previous one must have been written or abandoned.
     void begin(size_t awaited) {
         std::lock_guard<std::mutex> lock(mutex);
         if (missing > 0 && !abandoned) {
@@ -284,7 +284,7 @@ protected:
         stream.record(last_copy);
     }
 
-    // One of those that were awaited has arrived; the copies so far are of it, too.
+    // An awaited arrival is complete: the snapshot includes the copies so far.
     void end_arrival(Stream& stream) {
         end_copies(stream);
         std::lock_guard<std::mutex> lock(mutex);
@@ -299,7 +299,7 @@ private:
     Event last_copy;
     size_t missing = 0;  // of those that are awaited
     bool abandoned = false;
-    mutable std::mutex mutex;  // of the three above
+    mutable std::mutex mutex;  // guards the three members above
     mutable std::condition_variable changed;
 };
 

@@ -33,7 +33,7 @@ class RemoteFile(io.RawIOBase):
         self.url, self.position, self.pieces = url, 0, {}
         with self.request("bytes=0-0") as answer:
             if answer.status != 206:
-                raise OSError(f"{url} is not to be had in parts")
+                raise OSError(f"{url} does not answer requests for a part")
             self.size = int(answer.headers["Content-Range"].split("/")[1])
 
     def request(self, wanted):

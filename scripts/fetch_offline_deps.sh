@@ -16,9 +16,9 @@ fail() {
     exit 2
 }
 
-[ $# -eq 1 ] || fail "say where to: scripts/fetch_offline_deps.sh DIR"
+[ $# -eq 1 ] || fail "give a folder: scripts/fetch_offline_deps.sh DIR"
 command -v apt-get >/dev/null || fail "this is not Debian or Ubuntu: fetch on the other machine's release"
-[ ! -e "$1" ] || fail "$1 is there already: remove it, or give another folder"
+[ ! -e "$1" ] || fail "$1 already exists: remove it, or give another folder"
 python=/usr/bin/python3
 "$python" -c 'import venv, ensurepip' 2>/dev/null || fail "no $python with venv: apt-get install python3-venv"
 

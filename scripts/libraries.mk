@@ -1,4 +1,4 @@
-# What the build looks for, and where. Each can be said: make train_gpt NCCL_HOME=DIR GPU_ARCH="80 90"
+# What the build looks for, and where. Each can be set: make train_gpt NCCL_HOME=DIR GPU_ARCH="80 90"
 #   CUDA_HOME   the CUDA toolkit (else /usr/local/cuda, else where the nvcc of the PATH is)
 #   NCCL_HOME   include/nccl.h with lib/libnccl.so or libnccl.so.2, as in NVIDIA's wheel (else CUDA_HOME and
 #               DEPS_HOME, else the system's)
@@ -32,7 +32,7 @@ first_of = $(firstword $(wildcard $(foreach folder,$(1),$(addprefix $(folder)/,$
 LIBRARY_FOLDERS := lib64 lib lib/*-linux-gnu targets/*/lib
 
 $(if $(word 2,$(DEPS_HOME)),$(error DEPS_HOME is '$(DEPS_HOME)': give a folder without spaces in its name))
-# --disable-new-dtags: for what these libraries need themselves, too.
+# --disable-new-dtags: the rpath then also serves what these libraries themselves need.
 DEPS := $(if $(DEPS_HOME),$(abspath $(DEPS_HOME)) $(abspath $(DEPS_HOME))/usr)
 DEPS_FLAGS := $(addprefix -isystem ,$(wildcard $(DEPS:%=%/include) \
                                                $(DEPS:%=%/include/*-linux-gnu)))
@@ -63,7 +63,7 @@ NVCC_ON_PATH = $(call once,NVCC_ON_PATH,$(realpath $(shell command -v nvcc)))
 USUAL_NVCC := /usr/local/cuda/bin/nvcc
 CUDA_HOME ?= $(patsubst %/bin/nvcc,%,$(or $(wildcard $(USUAL_NVCC)),$(NVCC_ON_PATH),$(USUAL_NVCC)))
 NVCC = $(wildcard $(CUDA_HOME)/bin/nvcc)
-NO_NVCC = there is no nvcc in $(CUDA_HOME)/bin: say with CUDA_HOME=DIR where the CUDA toolkit is
+NO_NVCC = there is no nvcc in $(CUDA_HOME)/bin: set CUDA_HOME to the folder of the CUDA toolkit
 GPU_COMPILER = $(or $(NVCC),$(error $(NO_NVCC)))
 NCCL_HERE = $(patsubst %/include/nccl.h,%,$(call first_of,$(CUDA_HOME) $(DEPS),include/nccl.h))
 NCCL = $(abspath $(or $(NCCL_HOME),$(NCCL_HERE)))
@@ -106,7 +106,7 @@ gpu_dependencies:
 	@$(if $(ODD_GPUS),echo 'error: $(subst ','\'',$(NO_SUCH_GPU))' >&2; exit 2)
 	@$(call require,cuBLASLt,$(call gpu_links,cublasLt.h,-lcublasLt),it belongs to the CUDA toolkit)
 	@$(if $(and $(NCCL_HOME),$(if $(NCCL_HOME_HAS_IT),,no)),echo "error: $(NO_NCCL_HOME)" >&2; exit 2)
-	@$(call require,NCCL,$(call gpu_links,nccl.h,$(NCCL_LINK)),say with NCCL_HOME=DIR where it is)
+	@$(call require,NCCL,$(call gpu_links,nccl.h,$(NCCL_LINK)),set NCCL_HOME to its folder)
 	@$(call require,CLI11 (CLI/CLI.hpp),$(call gpu_links,CLI/CLI.hpp,),run make setup$(comma) or see DEPS_HOME)
 	@$(call require,xxHash,$(call gpu_links,xxhash.h,-lxxhash),run make setup$(comma) or see DEPS_HOME)
 

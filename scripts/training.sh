@@ -31,7 +31,7 @@ setting() {
 numbers() {
     local name
     for name in "$@"; do
-        [[ ${!name} =~ ^[1-9][0-9]*$ ]] || fail "$name is '${!name}': set it to a whole number"
+        [[ ${!name} =~ ^[1-9][0-9]*$ ]] || fail "$name is '${!name}': set it to a whole number of at least 1"
     done
 }
 
@@ -44,6 +44,17 @@ BATCH=${BATCH:-$(setting batch)}
 OUT=${OUT:-log/$RUN}
 numbers TOKENS BATCH
 compgen -G "$TRAIN_DATA" >/dev/null || fail "no file matches $TRAIN_DATA: set TRAIN_DATA to your token shards"
+
+# meet_at_redis: exports DILOCO_STORE, unless it is set: the server REDIS, with the password in PASSWORD_FILE. If
+# it were an option of the program, other users of this machine could read the password.
+meet_at_redis() {
+    REDIS=${REDIS:-10.7.0.1:6379} PASSWORD_FILE=${PASSWORD_FILE:-${HOME:-}/.diloco-password}
+    if [ -z "${DILOCO_STORE:-}" ]; then
+        [ -s "$PASSWORD_FILE" ] || fail "no password in $PASSWORD_FILE: copy the Redis server's there"
+        DILOCO_STORE=redis://:$(cat "$PASSWORD_FILE")@$REDIS
+    fi
+    export DILOCO_STORE
+}
 
 # is_elastic OPTION...: whether these, or else CONFIG, ask for elastic workers.
 is_elastic() {

@@ -36,7 +36,7 @@ inline int most_in_a_step(const std::vector<Fragment>& fragments, long H, long o
     return most;
 }
 
-// Size of that buffer, in values.
+// Values in the buffer by way of which an offloaded state is copied.   all: of the shard
 inline long relay_values(long all) { return std::min(all, long(16) << 20); }
 
 class OuterState {

@@ -80,8 +80,11 @@ inline OuterBytes outer_bytes(const DilocoOptions& options, const Layout& layout
     const double slots = most_in_a_step(fragments, options.inner_steps, options.overlap);
     const double payload = double(payload_bytes(wire_options(options).format, long(largest)));
     const double state = 8 * all;
-    const double feedback = options.outer_error_feedback ? 4 * (all + flying * largest) : 0;
     const bool is_all_to_all = planned_exchange(options, values, workers) == ExchangeKind::all_to_all;
+    const double holders = is_all_to_all ? 1 + 1.0 / workers : 1;  // of residuals: sender and owner
+    const double kept = options.is_elastic() ? double(fragments.size()) : flying;  // of before a sync
+    const double residuals = options.outer_error_feedback ? 4 * holders : 0;  // bytes a value
+    const double feedback = residuals * (all + kept * largest);
     const double payloads = (options.is_elastic() ? 1 : flying) * (is_all_to_all ? 3 : workers + 1);
     const double wire = 4 * largest + payloads * payload + feedback;
     // Pinned; of each sync in flight; and of what is being sent, in a request and in a connection's buffer.
@@ -89,8 +92,8 @@ inline OuterBytes outer_bytes(const DilocoOptions& options, const Layout& layout
     const double outside = options.is_elastic() ? copies * payload : 0;
     const double relay = 4 * double(relay_values(layout.shard_size()));
     const double on_device = options.offload ? slots * 8 * largest + relay : state;
-    const double snapshot = state + feedback + 4 * flying * largest;
-    return {on_device + wire, (options.offload ? state : 0) + outside, snapshot};
+    const double saved = options.is_elastic() ? 2 * residuals * all : residuals * all + 4 * flying * largest;
+    return {on_device + wire, (options.offload ? state : 0) + outside, state + saved};
 }
 
 // "h.0..h.2, h.6": the names of blocks, runs of neighbours shortened.
@@ -152,9 +155,11 @@ inline std::string plan(const DilocoOptions& options, const std::vector<Fragment
 }
 
 // The plan in Mbit/s, once the duration of a step is known: a line for people.
-// bytes: that a process sends in a sync, by fragment; it receives as many
+// bytes: that a process sends in a sync, by fragment
+// passes: how often as many bytes pass its line in a sync, one after another: once in lock-step, where it
+// sends and receives at the same time; over a store once up, and once down for each other worker
 inline std::string rates(const std::vector<Fragment>& fragments, const std::vector<size_t>& bytes, long H,
-                         long overlap, double step_seconds) {
+                         long overlap, double step_seconds, int passes) {
     const std::vector<size_t> sent = sent_in_period(fragments, bytes, H);
     auto mbits = [&](double bytes_a_step) { return bytes_a_step * 8e-6 / step_seconds; };
     const double average = double(std::accumulate(sent.begin(), sent.end(), size_t(0))) / double(H);
@@ -163,7 +168,7 @@ inline std::string rates(const std::vector<Fragment>& fragments, const std::vect
                               "the step that sends most", step_seconds, mbits(average), mbits(peak));
     if (overlap > 0) {
         line += format("; with an overlap of %ld a link of %.4g Mbit/s keeps up", overlap,
-                       mbits(bytes_a_step_without_waits(sent, overlap)));
+                       mbits(passes * bytes_a_step_without_waits(sent, overlap)));
     }
     return line;
 }

@@ -200,7 +200,7 @@ public:
         if (syncs.empty()) { return {}; }
         return {"fragments in flight at the checkpoint, whose means were merged at once: " +
                 std::to_string(merged) +
-                (lost > 0 ? format("; %ld not, for they were not finite", lost) : "")};
+                (lost > 0 ? format("; discarded, because not finite: %ld", lost) : "")};
     }
 
 private:

@@ -119,7 +119,7 @@ inline std::vector<SavedSync> saved_syncs(const Fields& fields, long fragments, 
 
 inline std::vector<uint64_t> saved_tokens(const Fields& fields, size_t fragments) {
     if (fields.integer("fragments") != long(fragments)) {
-        throw UserError(format("the checkpoint is of %ld fragments, and here are %zu: resume with the "
+        throw UserError(format("the checkpoint has %ld fragments, and this run has %zu: resume with the "
                                "options that the run had", fields.integer("fragments"), fragments));
     }
     std::vector<uint64_t> tokens;
@@ -151,8 +151,8 @@ inline void read_means(std::vector<SavedSync>& saved, const SavedState& state,
                           sync.number == sync_number(fragments, sync.fragment, sync.send_step, H) &&
                           (i == 0 || sync.number > saved[i - 1].sync.number);
         if (!fits) {
-            throw UserError(format("%s has fragment %d, of %ld values, on its way as sync %ld since step "
-                                   "%ld, and here that is not so: resume with the options that the run had",
+            throw UserError(format("%s has fragment %d, of %ld values, in flight as sync %ld since step %ld, "
+                                   "but this run does not: resume with the options that the run had",
                                    state.path().c_str(), sync.fragment, sync.values, sync.number,
                                    sync.send_step));
         }

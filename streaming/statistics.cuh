@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(statistics_threads)
     double sum = 0;
     for (long first = (blockIdx.x * long(statistics_threads) + threadIdx.x) * 4; first < layout.values;
          first += statistics_at_once * step) {
-        Encoded<F> a[statistics_at_once] = {}, b[statistics_at_once] = {};  // behind the last: zeros
+        Encoded<F> a[statistics_at_once] = {}, b[statistics_at_once] = {};  // beyond the last value: zeros
         Pack<float> of_mean[statistics_at_once] = {};
         for (int k = 0; k < statistics_at_once; k++) {
             const long i = first + k * step;
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(statistics_threads)
     double delta_square = 0, lost_square = 0;
     for (long begin = (blockIdx.x * long(statistics_threads) + threadIdx.x) * 4; begin < count;
          begin += statistics_at_once * step) {
-        Encoded<F> encoded[statistics_at_once] = {};  // behind the last: zeros
+        Encoded<F> encoded[statistics_at_once] = {};  // beyond the last value: zeros
         Pack<float> values[statistics_at_once] = {}, minus[statistics_at_once] = {};
         for (int k = 0; k < statistics_at_once; k++) {
             const long i = begin + k * step;

@@ -54,7 +54,7 @@ def bytes_by_step(process):
 
 
 def peak(run):
-    """(bytes, what they are): the most that a process sends at once."""
+    """(bytes, what they are): the most that a process sends at once; where workers exchange, to these alone."""
     syncs = [line["bytes_sent"] for p in run.processes for line in p.syncs]
     if syncs:
         return max(syncs), "a sync"

@@ -134,9 +134,12 @@ def read_tokenizer(path):
 def gpt2_tokenizer():
     try:
         import tiktoken
+    except ImportError as error:
+        raise UserError(f"tiktoken is missing ({error}): run make setup, {MODEL_ALONE}") from error
+    try:
         encoding = tiktoken.get_encoding("gpt2")
     except Exception as error:  # tiktoken has no exception type of its own for failed downloads
-        reason = str(error).splitlines()[0][:200]
+        reason = (str(error) or type(error).__name__).splitlines()[0][:200]
         raise UserError(f"GPT-2's tokenizer cannot be had from tiktoken ({reason}): connect to the internet "
                         f"once, {MODEL_ALONE}") from error
     tokens = map(encoding.decode_single_token_bytes, range(encoding.eot_token))
@@ -239,7 +242,8 @@ def parse_options(arguments):
     if (options.tokenizer is None) != options.no_tokenizer:
         raise UserError("a model file does not say how its text became tokens: give --tokenizer FILE (the "
                         f"tokenizer.bin beside the training data), {MODEL_ALONE}")
-    if os.path.lexists(options.out) and not (options.out.is_dir() and not any(options.out.iterdir())):
+    is_empty = options.out.is_dir() and not any(options.out.iterdir())
+    if not options.out.name or os.path.lexists(options.out) and not is_empty:
         raise UserError(f"{options.out} exists: give the name of a new folder")
     return options
 

@@ -58,7 +58,7 @@ def labels(folders):
     """The shortest names that differ: a/log and b/log for these, x and y for a/x and b/y."""
     paths = [folder.resolve().parts for folder in folders]
     for count in range(1, max(map(len, paths)) + 1):
-        names = ["/".join(path[-count:]) for path in paths]
+        names = ["/".join(path[-count:]).lstrip("/") for path in paths]
         if len(set(names)) == len(set(paths)):
             break
     return names

@@ -57,7 +57,11 @@ def step_places(run, x):
     if x == "tokens":
         logs = [{line["step"]: line["tokens"] for line in run.of_worker(worker)[0].steps}
                 for worker in range(run.workers)]
-        return {0: 0, **{step: sum(log.get(step, 0) for log in logs) for step in logs[0]}}
+        places, counts = {0: 0}, [0] * len(logs)
+        for step in logs[0]:  # in a step that an elastic worker skips, it has the tokens that it had before
+            counts = [log.get(step, count) for log, count in zip(logs, counts)]
+            places[step] = sum(counts)
+        return places
     lines = run.processes[0].steps
     begin = lines[0]["time"] - lines[0]["seconds"]
     return {0: 0, **{line["step"]: line["step"] if x == "step" else line["time"] - begin for line in lines}}

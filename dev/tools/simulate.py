@@ -318,7 +318,13 @@ def parse_arguments(words):
                        help="(tcp; of a measured run: as it had)")
     model.add_argument("--timing", choices=("trainer", "paper"), default="trainer",
                        help="whose model of time (trainer)")
-    return parser.parse_args(words)
+    arguments = parser.parse_args(words)
+    of_run = ("parameters", "embedding", "layers", "step_time", "inner_steps", "fragment_layers", "fragment_pattern",
+              "overlap", "outer_dtype", "plain_dtype", "timing")
+    given = [name for name in of_run if getattr(arguments, name) != parser.get_default(name)]
+    if given and (arguments.run or arguments.plan):
+        raise UserError(f"--{given[0].replace('_', '-')} is the measured run's own: leave it out (--plan tries others)")
+    return arguments
 
 
 def text_of(arguments):

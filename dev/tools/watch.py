@@ -268,9 +268,16 @@ class RunView:
         return None
 
     def whole_checkpoint(self):
-        """Step of the newest DONE_STEP in any of the folders."""
-        names = [path.name[5:] for folder in self.folders for path in folder.glob("DONE_*")]
-        return max((int(name) for name in names if name.isdigit()), default=None)
+        """Step of the newest DONE_STEP in any of the folders; of elastic workers, which have their own, the oldest of
+        these."""
+        def newest(folders):
+            names = [path.name[5:] for folder in folders for path in folder.glob("DONE_*")]
+            return max((int(name) for name in names if name.isdigit()), default=None)
+
+        own = [newest([path]) for folder in self.folders for path in folder.glob("worker_*")]
+        if not own:
+            return newest(self.folders)
+        return None if None in own else min(own)
 
     def seconds_left(self):
         """By the slowest worker; in an elastic run by the foremost, which all others follow."""

@@ -214,7 +214,7 @@ public:
         if (!has_failed()) { return; }
         const std::string reason = failure().empty() ? "" : " (" + failure() + ")";
         throw RunError("the last checkpoint is not whole" + reason +
-                       ": see to that and resume (-y 1), from the newest one that is whole");
+                       ": correct that and resume (-y 1) from the newest checkpoint that is whole");
     }
 
     // Messages for the user, in order, each returned once.
@@ -384,10 +384,10 @@ private:
             Patience patience(2 * process.timeout + 5);
             const std::optional<std::string> verdict = await(key + "/verdict", patience);
             if (verdict) { return Verdict::parse(*verdict); }
-            throw RunError(process.member(0) + " does not say");
+            throw RunError(process.member(0) + " has not answered");
         }
         Verdict verdict = collect(key, own, stride);
-        verdict.words = verdict.is_whole ? steps_that_stay(who) : verdict.words + what_there_is(who);
+        verdict.words = verdict.is_whole ? steps_that_stay(who) : verdict.words + what_remains(who);
         tell(who.step, key + "/verdict", verdict.text());
         return verdict;
     }
@@ -401,7 +401,7 @@ private:
             const std::optional<std::string> said = await(key + "/" + std::to_string(i), patience);
             const Verdict theirs =
                 said ? Verdict::parse(*said)
-                     : Verdict{false, format("has not been heard of for %.0f s", patience.waited()), true};
+                     : Verdict{false, format("has not been heard from for %.0f s", patience.waited()), true};
             if (theirs.is_whole) { continue; }
             is_silent = is_silent && theirs.is_silent;
             failures.push_back(process.member(i) + ": " + theirs.words);
@@ -504,7 +504,7 @@ private:
     }
 
     // What the user can resume from instead of the checkpoint that failed.
-    std::string what_there_is(const StateIdentity& who) const {
+    std::string what_remains(const StateIdentity& who) const {
         const std::set<long> whole = files.whole_steps(who.lineage);
         const auto after = whole.lower_bound(who.step);
         const std::string last = after == whole.begin()

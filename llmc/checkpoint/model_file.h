@@ -52,7 +52,7 @@ struct ModelFile {
             file.fail(format("is a model file of version %d", version));
         }
         shape = {header[2], header[3], header[7], header[4], header[5], header[6]};
-        const int most = 1 << 24;  // above any model, and small enough that no product below overflows
+        const int most = 1 << 24;  // far above any model
         for (int value : {shape.max_seq_len, shape.vocab_size, shape.padded_vocab_size, shape.layers,
                           shape.heads, shape.channels}) {
             if (value <= 0 || value > most) {

@@ -249,7 +249,7 @@ inline std::vector<std::string> describe(const StoredState& source, const RunSha
     if (outer.starts_from_global()) { others.push_back("every worker starts from the global parameters"); }
     if (old.workers != to.workers && old.workers > 1 && to.workers > 1) {
         others.push_back(
-            format("worker w takes what is a worker's own from old worker w mod %d", old.workers));
+            format("worker w takes over the per-worker state of old worker w mod %d", old.workers));
     }
     for (const std::string& note : outer.notes()) { others.push_back(note); }
     if (!source.has_parameters_as_here() && !outer.starts_from_global()) {
@@ -257,8 +257,8 @@ inline std::vector<std::string> describe(const StoredState& source, const RunSha
                                 source.fields.integer("float_bytes"), sizeof(floatX)));
     }
     std::vector<std::string> lines = {
-        format("the state of %d x %d processes (workers x ranks) goes on in %d x %d", old.workers, old.ranks,
-               to.workers, to.ranks)};
+        format("the state of %d x %d processes (workers x ranks) is resumed by %d x %d", old.workers,
+               old.ranks, to.workers, to.ranks)};
     auto add = [&](const char* what, const std::vector<std::string>& names) {
         if (!names.empty()) { lines.push_back(what + list_in_words(names)); }
     };

@@ -236,7 +236,7 @@ public:
             const FolderView& view = views[size_t(i)];
             if (!view.trouble.empty()) {
                 throw UserError(
-                    format("%s cannot read the folder %s (%s): see to that, or give it another -o",
+                    format("%s cannot read the folder %s (%s): make it readable, or give another -o",
                            process.member(i).c_str(), view.folder.c_str(), view.trouble.c_str()));
             }
         }

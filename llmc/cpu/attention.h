@@ -287,7 +287,7 @@ inline void for_each_head(bool bf16, int B, int T, int hs, int NH, const Work& w
                             : for_each_head_of<false>(B, T, hs, NH, work);
 }
 
-// bf16: products round their inputs, if this CPU multiplies bf16.
+// bf16: products round their inputs, if the program is built for a CPU that multiplies bf16.
 // out: (B,T,C)   lse: (B,NH,T)   qkv: (B,T,3C), each of q, k, v being NH heads of hs = C / NH
 inline void attention_forward(Activation out, float* lse, Activation qkv, int B, int T, int C, int NH,
                               Stream&, bool bf16) {

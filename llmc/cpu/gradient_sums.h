@@ -18,7 +18,7 @@ struct GradientSums {
     // Before a micro-step. The first one overwrites the gradients of the step before.   grads: (layout.size)
     void begin(float* grads, const Layout& layout, bool first, Stream& stream) {
         adds = !first;
-        if (first) { zero_what_is_added_to(grads, layout, stream); }
+        if (first) { zero_accumulated_gradients(grads, layout, stream); }
     }
 
     void add_pending(Stream&) {}

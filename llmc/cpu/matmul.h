@@ -255,8 +255,9 @@ inline void gelu_backward(T* dpre_gelu, float* dbias, const float* dout, const T
     });
 }
 
-// The same for inp = gelu(pre_gelu): overwrites dpre_gelu, and does with its sum over rows and dbias, the
-// gradient of the bias of the product before, as with dweight.   pre_gelu, dpre_gelu: (N,C)   dbias: (C)
+// The same for inp = gelu(pre_gelu). Overwrites dpre_gelu, and adds its sum over rows to dbias, the gradient
+// of the preceding product's bias, or overwrites that unless sums.adds.
+// pre_gelu, dpre_gelu: (N,C)   dbias: (C)
 inline void matmul_gelu_backward(Matmul& matmul, Activation dpre_gelu, float* dweight, float* dbias,
                                  const float* dout, Activation inp, Activation pre_gelu,
                                  const float* weight, int N, int C, int OC, const GradientSums& sums,

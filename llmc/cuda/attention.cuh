@@ -611,7 +611,8 @@ inline void attention_forward(__nv_bfloat16* out, float* lse, const __nv_bfloat1
     (hs == 64 ? attention::forward<64> : attention::forward<128>)(out, lse, qkv, B, T, C, stream);
 }
 
-// Overwrites dqkv, and with the next sums.add_pending() adds to dqkvb.   dqkv, qkv: (B,T,3C)   dqkvb: (3C)
+// Overwrites dqkv, and with the next sums.add_pending() adds to dqkvb, or overwrites it unless sums.adds.
+// dqkv, qkv: (B,T,3C)   dqkvb: (3C)
 // dout, out: (B,T,C)   lse: (B,NH,T)   All but dqkvb and lse are 16-byte aligned.
 inline void attention_backward(__nv_bfloat16* dqkv, float* dqkvb, const __nv_bfloat16* dout,
                                const __nv_bfloat16* out, const __nv_bfloat16* qkv, const float* lse, int B,

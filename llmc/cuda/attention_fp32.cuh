@@ -17,11 +17,11 @@ namespace cuda {
 inline int attention_head_size(int B, int T, int C, int NH) {
     if (B < 1 || T < 1 || C < 1 || NH < 1) {
         throw std::invalid_argument(
-            format("attention: B %d, T %d, C %d, NH %d: all have to be positive", B, T, C, NH));
+            format("attention: B %d, T %d, C %d, NH %d: all must be positive", B, T, C, NH));
     }
     if (C != 64 * NH && C != 128 * NH) {
         throw std::invalid_argument(
-            format("attention: %d channels in %d heads: heads have to be of 64 or of 128", C, NH));
+            format("attention: %d channels in %d heads: a head must have 64 or 128 channels", C, NH));
     }
     return C / NH;
 }
@@ -324,7 +324,8 @@ inline void attention_forward(float* out, float* lse, const float* qkv, int B, i
     (hs == 64 ? attention_fp32::forward<64> : attention_fp32::forward<128>)(out, lse, qkv, B, T, C, stream);
 }
 
-// Overwrites dqkv, and with the next sums.add_pending() adds to dqkvb.   dqkv, qkv: (B,T,3C)   dqkvb: (3C)
+// Overwrites dqkv, and with the next sums.add_pending() adds to dqkvb, or overwrites it unless sums.adds.
+// dqkv, qkv: (B,T,3C)   dqkvb: (3C)
 // dout, out: (B,T,C)   lse: (B,NH,T)   All but dqkvb and lse are 16-byte aligned.
 inline void attention_backward(float* dqkv, float* dqkvb, const float* dout, const float* out,
                                const float* qkv, const float* lse, int B, int T, int C, int NH,

@@ -115,7 +115,7 @@ __device__ inline void sort_by_digit(int2* to, const int2* from, int N, int shif
 
 // pairs = (inp[i], i), sorted by token and then by i. One block. A pass moves 24 bytes a token; writes are
 // scattered, and an SM stores to about one line a clock: 65,536 tokens should take about 50 us a pass. All of
-// the encoder's backward takes 0.35 of a step's 111 ms on an H200 (d12). Passes come in twos, so that
+// the encoder's backward takes 0.35 ms of a step of 111 ms on an H200 (d12). Passes come in twos, so that
 // the result lies in `pairs`, and end with the highest bit in use.   pairs, spare: (N)   inp: (N)
 // dynamic shared memory: int (sort_counts)
 __global__ void __launch_bounds__(sort_threads)

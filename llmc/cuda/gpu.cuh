@@ -45,8 +45,8 @@ inline Device use_device(int number, const std::string& interface) {
     int count = 0;
     const cudaError_t status = cudaGetDeviceCount(&count);
     if (status != cudaSuccess || count == 0) {
-        throw UserError(format("no GPU to be had (%s): run train_gpt_cpu here, or see what nvidia-smi says",
-                               status == cudaSuccess ? "there is none" : cudaGetErrorString(status)));
+        throw UserError(format("no GPU is available (%s): run train_gpt_cpu instead, or see what nvidia-smi "
+                               "says", status == cudaSuccess ? "none was found" : cudaGetErrorString(status)));
     }
     const int index = number % count;
     cudaCheck(cudaSetDevice(index));
@@ -57,7 +57,7 @@ inline Device use_device(int number, const std::string& interface) {
             index};
 }
 
-// Bytes of the GPU in use.
+// Total memory of the selected GPU, in bytes.
 inline double memory_size() {
     size_t free = 0, all = 0;
     cudaCheck(cudaMemGetInfo(&free, &all));

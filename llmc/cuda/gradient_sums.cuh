@@ -15,8 +15,8 @@
 
 namespace cuda {
 
-// to[i] += from[0,i] + from[1,i] + ...   to: (columns)   from: (rows,columns) with leading dimension ld, of
-// float or floatX
+// to[i] += from[0,i] + from[1,i] + ..., or = where gradients are overwritten.   to: (columns)
+// from: (rows,columns) with leading dimension ld, of float or floatX
 struct ColumnSums {
     struct One {
         float* to;
@@ -64,7 +64,7 @@ public:
     // Before a micro-step. The first one overwrites the gradients of the step before.   grads: (layout.size)
     void begin(float* grads, const Layout& layout, bool first, Stream& stream) {
         adds = !first;
-        if (first) { zero_what_is_added_to(grads, layout, stream); }
+        if (first) { zero_accumulated_gradients(grads, layout, stream); }
     }
 
     // Memory for a kernel's partial sums, until add_pending().   returns (rows,columns)
@@ -75,7 +75,7 @@ public:
         return buffer;
     }
 
-    // to[i] += sum over rows of from[.,i], in the next add_pending(). to null: nothing is added
+    // In the next add_pending(): to[i] += sum over rows of from[.,i], or = unless it adds. to null: nothing
     template <class T>
     void add_later(float* to, const T* from, long rows, int columns, int ld) {
         if (!to) { return; }

@@ -16,7 +16,7 @@ struct PinnedMemory {
         if (status == cudaErrorMemoryAllocation) {
             cudaGetLastError();  // clears the error, or the next launch would report it
             throw RunError(format("cannot pin %.3g GB of the host's memory: start fewer processes on this "
-                                  "machine, leave out --outer-offload, or raise the job's limit of memory",
+                                  "machine, leave out --outer-offload, or raise the job's memory limit",
                                   double(bytes) / 1e9));
         }
         cudaCheck(status);

@@ -4,10 +4,10 @@
 //     dinp = dout weight,   dweight += dout^T inp
 //
 // bf16 build: the inputs of the three products are bf16, sums are fp32. fp32 build, for checking: `highest`
-// is fp32, `high` and `medium` round the inputs to tf32. With bf16 the forward's product takes GELU in on
-// some GPUs, and with `--fuse-gelu 2` the backward's its derivative. cuBLASLt's matrices are column-major. A
-// row-major (r,c) is, as it lies, a column-major (c,r) with leading dimension c, so each product is computed
-// transposed, out of what cuBLASLt takes for A and B:
+// is fp32, `high` and `medium` round the inputs to tf32. In a bf16 build the forward product also applies
+// GELU on some GPUs, and with `--fuse-gelu 2` the backward product also multiplies by GELU's derivative.
+// cuBLASLt's matrices are column-major. A row-major (r,c) is, as it lies, a column-major (c,r) with leading
+// dimension c, so each product is computed transposed, out of what cuBLASLt takes for A and B:
 //
 //     product            D = op(A) op(B)    A, as it lies    B, as it lies   m    n    k
 //     forward            out^T              weight (C,OC)^T  inp (C,N)       OC   N    C
@@ -107,7 +107,7 @@ class Matmul {
 public:
     enum class Kind { forward, backward_inp, backward_weight };
     static constexpr bool bf16 = !std::is_same<floatX, float>::value;
-    // GELU into products; else it has its own kernels, as always in the fp32 build.
+    // Whether products apply GELU, and its derivative. Otherwise kernels of their own do, as in fp32 builds.
     const bool fuses_gelu, fuses_gelu_backward;
 
     explicit Matmul(const MatmulOptions& o)
@@ -119,7 +119,7 @@ public:
           sms(o.sms_taken > 0 ? attribute(sm_count) - o.sms_taken : 0),
           workspace(workspace_bytes) {
         cublasLtHandle_t made;
-        check(cublasLtCreate(&made), "cannot begin: is the driver as new as CUDA?");
+        check(cublasLtCreate(&made), "cannot start: does the driver support this CUDA version?");
         handle.reset(made);
     }
 
@@ -280,7 +280,7 @@ private:
     }
 
     cublasComputeType_t compute;
-    const int sms;  // for which products are cut; 0: all
+    const int sms;  // that products are planned for; 0: all
     Buffer<unsigned char> workspace;
     CublasLtOwner<cublasLtHandle_t> handle;
     std::map<Key, Plan> plans;

@@ -81,7 +81,7 @@ private:
 // refer to the same one.
 class Timestamp {
 public:
-    // Stamping it again makes a new object, since copies may refer to this one.
+    // Whether copies refer to it. If so, stamping it again makes a new object.
     bool is_shared() const { return handle.use_count() > 1; }
 
 private:

@@ -34,7 +34,7 @@ struct Child {
     bool is_first() const { return worker == 0 && rank == 0; }
     std::string prefix() const { return is_first() ? "" : format("[%d.%d] ", worker, rank); }
 
-    // restart: how often it was started before
+    // restart: the number of earlier starts
     void start(const ChildSettings& settings, int restart) {
         int pipes[2][2];
         if (pipe2(pipes[0], O_CLOEXEC) != 0 || pipe2(pipes[1], O_CLOEXEC) != 0) {

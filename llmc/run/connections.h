@@ -25,8 +25,8 @@
 #include "llmc/run/store.h"
 
 // A socket that does not block, and that processes which this one starts do not inherit.
-// A question a minute keeps an idle connection in the memory of firewalls on the way. Without answers it ends
-// after hours: long before, its user has found the other side silent.
+// A keepalive probe each minute keeps firewalls from forgetting an idle connection. Unanswered probes end it
+// only after two hours; long before that, its user has found the other side silent.
 class TcpSocket {
 public:
     explicit TcpSocket(int descriptor = -1) : descriptor(descriptor) {

@@ -57,11 +57,15 @@ inline void check_heads(const GptShape& shape) {
         throw UserError(format("heads of %d values: attention on GPUs takes 64 or 128, so change --channels "
                                "or --heads", head));
     }
+    if (runs_on_gpu && shape.channels > 8192) {
+        throw UserError(format("%d channels: LayerNorm on GPUs takes at most 8192, so lower --channels",
+                               shape.channels));
+    }
 }
 
 inline void check_shape(const GptShape& shape, const Options& o) {
     if (shape.channels % shape.heads != 0) {
-        throw UserError(format("%d channels do not divide by %d heads: change --channels or --heads",
+        throw UserError(format("%d channels are not divisible by %d heads: change --channels or --heads",
                                shape.channels, shape.heads));
     }
     check_heads(shape);

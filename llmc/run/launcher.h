@@ -422,7 +422,8 @@ private:
         if (is_elastic && !is_mistake(run)) { say(line); }
     }
 
-    // A user's, who has read of it. After a restart it has lost what it had: a store that may come back.
+    // Whether a user's mistake, which was printed, ended the run. Only at the first start: after a restart,
+    // status 2 may mean no more than a store that cannot be reached for a while.
     static bool is_mistake(const LaunchedRun& run) {
         return run.culprit->status == 2 && !run.culprit->errors.empty() && run.restarts.count == 0;
     }

@@ -18,7 +18,8 @@ struct StoreRequest {
     // In the next two, `folder` is the run's log and `name` a sync (README.md).
     // decide: writes the entry if it is absent and all workers at work have lines with one hash. value:
     // "HASH ASKER MIN_WORKERS;required workers;dead workers". A store may do nothing instead.
-    // decision: reads the entry, and perhaps payloads that it counts, except those of the start in `value`.
+    // decision: reads the entry, and perhaps the first chunks of payloads that it counts, except the caller's
+    // own (`value`: the caller's start, README.md).
     enum Kind { get, put, put_if_absent, remove, list, folders, decide, decision };
     Kind kind;
     std::string folder, name = "", value = "";
@@ -38,14 +39,14 @@ inline StoreAnswer lost_answer(const std::string& trouble, bool is_full) {
     return {true, is_full, trouble, false, "", {}};
 }
 
-// How long to pause before a question is asked. The pauses after a first question grow from the shortest one.
-// Where questions cost money (shorter > 0), the pause before the first question adapts to how late answers
-// have been, so that few are asked.
+// Pauses between the requests of a poll. After the first request they grow from the shortest one. Where
+// requests cost money (shorter > 0), the pause before the first request adapts to how late answers have been,
+// so that few requests are made.
 struct Pauses {
     double shortest = 0.002, longest = 0.1;  // seconds
     double longer = 1.2, shorter = 0;        // factors
     double first = 0, pause = 0;
-    long unanswered = 0;  // questions since the last answer
+    long unanswered = 0;  // requests since the last answer
     double after(bool is_answered) {
         const double factor = is_answered || shorter == 0 ? shorter : longer;
         if (unanswered == 0) { first = std::clamp(first * factor, shortest, longest); }
@@ -53,13 +54,13 @@ struct Pauses {
         pause = ++unanswered == 1 ? shortest : std::min(pause * longer, longest);
         return pause;
     }
-    // Also when the questions are given up.
+    // Also called when polling is given up.
     double begin_again() {
         unanswered = 0;
         return pause = first;
     }
 };
-inline constexpr Pauses pauses_of_bucket{0.025, 1, 3, 0.7};  // each question costs money
+inline constexpr Pauses pauses_of_bucket{0.025, 1, 3, 0.7};  // each request costs money
 
 // What Redis (a folder is a hash: HGET, HSET, HSETNX, HDEL and UNLINK, HGETALL, SCAN), a shared folder (open,
 // rename, link, unlink, readdir) and a bucket (GET, PUT, DELETE) can all do. Calls block: each store is used
@@ -69,8 +70,9 @@ public:
     virtual ~LogStore() = default;
     // A store overrides at least one of these two; each default calls the other.
     virtual StoreAnswer perform(const StoreRequest& request) { return perform_all({request}).front(); }
-    // In this order where it matters; requests of others may come in between. A request is done only if all
-    // such before it are. They may go out together. After the first lost answer the others count for nothing.
+    // Performs requests in order where their order matters; other processes' requests may come in between. A
+    // request is performed only if all earlier ones on which it depends were. They may be sent together.
+    // After the first lost answer the later ones are meaningless.
     virtual std::vector<StoreAnswer> perform_all(const std::vector<StoreRequest>& requests) {
         std::vector<StoreAnswer> answers;
         for (const StoreRequest& request : requests) {
@@ -79,7 +81,7 @@ public:
         }
         return answers;
     }
-    // perform_all(), once anything in it is there beside the generation, or `seconds` have passed.
+    // Repeats perform_all() until it finds anything besides the generation, or `seconds` have passed.
     virtual std::vector<StoreAnswer> await(const std::vector<StoreRequest>& requests, double seconds) {
         const double until = now_seconds() + seconds;
         for (double pause = pauses.pause;;) {

@@ -83,7 +83,7 @@ private:
     }
 
     void put(const std::string& folder, const std::string& name, const std::string& value) {
-        const Unnamed file{new_path()};
+        const TemporaryFile file{new_path()};
         const bool sync = false;
         write_value_file(file.path, value, sync);
         give_name(folder, name, [&](const char* path) { return rename(file.path.c_str(), path) == 0; });
@@ -94,7 +94,7 @@ private:
                               bool asks_winner) {
         while (true) {
             if (std::optional<std::string> winner = get(folder, name)) { return asks_winner ? *winner : ""; }
-            const Unnamed file{new_path()};
+            const TemporaryFile file{new_path()};
             const bool sync = true;
             write_value_file(file.path, value, sync);
             bool won = true;
@@ -162,12 +162,6 @@ private:
         find_folders(root, "", text, found);
         return found;
     }
-
-    // A temporary file.
-    struct Unnamed {
-        std::string path;
-        ~Unnamed() { unlink(path.c_str()); }
-    };
 
     // ---- where things are
 
@@ -252,7 +246,7 @@ private:
     // ---- when it is opened
 
     timespec now_on_its_server() {
-        const Unnamed file{new_path()}, other{new_path()};
+        const TemporaryFile file{new_path()}, other{new_path()};
         const bool sync = false;
         write_value_file(file.path, "", sync);
         if (link(file.path.c_str(), other.path.c_str()) != 0) { fail_value_file("link", other.path); }

@@ -330,6 +330,7 @@ private:
             const size_t time = line.find("\"time\":");
             if (time != std::string::npos) { kept.seconds = strtod(line.c_str() + time + 7, nullptr); }
         }
+        if (log.bad()) { throw RunError("cannot read " + path); }
         if (is_beginning && truncate(path.c_str(), bytes) != 0) { fail(path, strerror(errno)); }
         if (!is_beginning) { write_file(path, [&](OutputFile& file) { copy_kept(file, path, log, cut); }); }
         return kept;

@@ -16,8 +16,8 @@ inline std::string machine_name() {
     return std::string(host) + "/" + boot;
 }
 
-// The cores that this process may use; in a container no more than its share of time is worth
-// ("200000 100000" in cpu.max: two; "max 100000": no limit).
+// The cores that this process may use, at most the CPU quota of its container (cpu.max "200000 100000": two
+// cores; "max 100000": no limit).
 inline int usable_cores() {
     cpu_set_t cores;
     CPU_ZERO(&cores);

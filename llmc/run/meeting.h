@@ -164,7 +164,7 @@ private:
 
     void wait_for(const std::vector<std::string>& missing) {
         if (patience.is_over()) {
-            throw OthersAbsent(
+            throw TemporaryFailure(
                 format("%s did not come to %s within %g s: start all workers with the same --store, "
                        "--run-name, --workers and --ranks, or raise --timeout",
                        list_in_words(missing).c_str(), everything->url().c_str(), timeout));
@@ -226,9 +226,7 @@ private:
         while (!changed.wait_for(lock, std::chrono::seconds(1), [&] { return closing; })) {
             try {
                 meeting->is_displaced();
-            } catch (...) {
-                return;  // the store has failed: training does not need it, and its next user reports it
-            }
+            } catch (...) {}  // the store is down: training does not need it, and the next look may succeed
         }
     }
 

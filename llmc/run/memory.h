@@ -107,7 +107,7 @@ inline HostMemory host_memory() {
 }
 
 [[noreturn]] inline void refuse_memory(double needed, double there, const std::string& where) {
-    throw UserError(format("this run takes about %.2f GB of memory%s, and there are %.2f GB: lower -b, -t or "
+    throw UserError(format("this run needs about %.2f GB of memory%s, and there are %.2f GB: lower -b, -t or "
                            "the model's sizes, or raise -r", needed / 1e9, where.c_str(), there / 1e9));
 }
 

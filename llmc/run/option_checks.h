@@ -49,8 +49,8 @@ inline void check_output(const Options& o) {
     }
     const bool keeps_syncs = o.diloco.streams() && !o.diloco.is_elastic();  // the log has an elastic run's
     if (keeps_syncs && o.save_every > 0 && o.save_every <= o.diloco.overlap) {
-        throw UserError(format("a checkpoint every %ld steps (-n) lacks what is in flight for %ld "
-                               "(--overlap): give a larger -n", o.save_every, o.diloco.overlap));
+        throw UserError(format("-n %ld must be larger than the %ld steps that a sync is in flight "
+                               "(--overlap)", o.save_every, o.diloco.overlap));
     }
 }
 
@@ -60,7 +60,7 @@ inline void check_options(const Options& o) {
     }
     if (o.total_batch % o.micro_batch() != 0) {
         throw UserError(format(
-            "-d %ld tokens a step do not divide by -b %d x -t %d x --ranks %d = %ld: change one of them",
+            "-d %ld tokens a step are not divisible by -b %d x -t %d x --ranks %d = %ld: change one of them",
             o.total_batch, o.batch, o.seq_len, o.ranks, o.micro_batch()));
     }
     if (o.hellaswag && o.hellaswag_data.empty()) {

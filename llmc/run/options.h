@@ -128,10 +128,12 @@ inline OptionTable option_table(Options& o) {
         {"--matmul-precision", &o.matmul_precision,
          "On the CPU: highest (fp32), high or medium (bf16 where the CPU is fast at it)", Scope::worker,
          one_of({"highest", "high", "medium"})},
-        {"-r,--recompute", &o.recompute, "Recompute in the backward: 0 nothing, 1 GELU, 2 GELU and LayerNorm",
-         Scope::worker, CLI::Range(0, 2)},
-        {"--fuse-gelu", &o.fuse_gelu, "GELU in its matmuls, on the GPU: 0 no, 1 forward, 2 and backward (-1: 0 or 1)",
-         Scope::worker, CLI::Range(-1, 2)},
+        {"-r,--recompute", &o.recompute,
+         "Recompute in the backward pass: 0 nothing, 1 GELU, 2 GELU and LayerNorm", Scope::worker,
+         CLI::Range(0, 2)},
+        {"--fuse-gelu", &o.fuse_gelu,
+         "Fuse GELU into matmuls, on the GPU: 0 no, 1 forward, 2 and backward (-1: 1 on Hopper and server "
+         "Blackwell, else 0)", Scope::worker, CLI::Range(-1, 2)},
     });
     add_section(table, "Inner optimizer", true, {
         {"-l,--lr", &o.schedule.peak, "Learning rate", Scope::run, at_least_0},
@@ -235,8 +237,9 @@ inline OptionTable option_table(Options& o) {
          "Number format on the wire: fp4, fp4_e2m1, fp8_e4m3, fp8_e5m2, bf16 or fp32", Scope::run},
         {"--outer-exchange", &o.diloco.outer_exchange,
          "all_gather, or in lock-step with three workers and more all_to_all: fewer bytes, and means rounded "
-         "once more (auto: the fewer bytes)", Scope::run, one_of({"auto", "all_gather", "all_to_all"})},
-        {"--outer-rounding", &o.diloco.outer_rounding, "nearest, or stochastic: right on average", Scope::run,
+         "once more (auto: the one that sends less)", Scope::run,
+         one_of({"auto", "all_gather", "all_to_all"})},
+        {"--outer-rounding", &o.diloco.outer_rounding, "nearest, or stochastic (unbiased)", Scope::run,
          one_of({"nearest", "stochastic"})},
         {"--outer-error-feedback", &o.diloco.outer_error_feedback,
          "Add what rounding lost of a fragment when it is sent again (4 bytes a value, on the device)",
@@ -253,8 +256,8 @@ inline OptionTable option_table(Options& o) {
     });
     add_section(table, elastic_section, o.diloco.is_elastic(), {
         {"--restart", &o.elastic.restarts,
-         "Restart a worker that has failed, up to N times in a row: ten minutes without a failure start the "
-         "count again", Scope::worker, size},
+         "Restart a worker that has failed, up to N times in a row: ten minutes without a failure reset the "
+         "count", Scope::worker, size},
         {"--min-workers", &o.elastic.min_workers,
          "Workers that must have sent before any continues (0: more than half; of two, one)", Scope::run,
          CLI::Range(0, 4096)},
@@ -293,20 +296,20 @@ public:
 inline void add_other_options(CLI::App& app, Options& o) {
     app.allow_config_extras(CLI::config_extras_mode::error);
     app.config_formatter(std::make_shared<ConfigFile>());
-    app.set_help_flag("--help", "Print this text and leave")->group("General");
+    app.set_help_flag("--help", "Print this text and exit")->group("General");
     app.set_config("--config", "", "Read options from this TOML file; those on the command line win")
         ->group("General");
     auto add = [&](const char* name, bool& field, const char* help, const char* group) {
         app.add_flag(name, field, help)->configurable(false)->group(group);
     };
     add("--generate", o.generate, "Write text with the model of -e instead of training", "General");
-    add("--options-table", o.print_table, "Print the table of options in Markdown and leave", "");
-    add("--llmc-flags-table", o.print_llmc_table, "Print llm.c's flags in Markdown and leave", "");
+    add("--options-table", o.print_table, "Print the table of options in Markdown and exit", "");
+    add("--llmc-flags-table", o.print_llmc_table, "Print llm.c's flags in Markdown and exit", "");
     app.footer("Of an option that is given several times, the last value counts.\n"
                "llm.c's -z, -f and flags of two letters are taken as well: see --llmc-flags-table.\n\n"
                "Exit status: 0 the run is complete; 1 it has failed, and -y 1 continues from its last "
-               "checkpoint; 2 a mistake to\ncorrect; 75 other processes did not come within --timeout: try "
-               "again; 76 another process has taken this worker's\nplace; 143 stopped by request, with a "
+               "checkpoint; 2 a mistake to\ncorrect; 75 other processes or the store did not answer in time: "
+               "try again; 76 another process has taken this\nworker's place; 143 stopped by request, with a "
                "checkpoint (without -o, or at a second signal, there is none).");
 }
 

@@ -35,7 +35,7 @@ struct Process {
     int workers = 1, ranks = 1;  // M and R of the run
     int first_worker = 0;        // the number of its first worker: of an elastic one, its own
     bool gives_way = false;      // a later start of the same processes takes their place
-    int restart = 0;             // how often the launcher has restarted this worker
+    int restart = 0;             // how many times the launcher has restarted this worker
     bool terminal = false;       // its output goes to a terminal, be it through the launcher
     double timeout = 600;        // seconds to wait for others
     std::string interface;       // of the network between workers; empty: the one that leads to the store
@@ -43,7 +43,7 @@ struct Process {
     std::string store_url;                 // where processes meet; needed if there are several
     std::string job_folder;                // where they meet instead, if not empty
     std::shared_ptr<Store> meeting_point;  // that store; meet() opens it if it is null
-    std::string run_id;                    // set by meet(), as is
+    std::string run_id;                    // set by meet(), as are the next two
     std::shared_ptr<PrefixStore> store;    // the keys of this run
     std::unique_ptr<PlaceKeeper> keeper;
     std::unique_ptr<std::atomic<bool>> is_leaving = std::make_unique<std::atomic<bool>>(false);
@@ -155,7 +155,7 @@ struct Process {
             for (int i = 1; i < size(); i++) { await("left/" + std::to_string(i), i); }
             store->set("all left", "");
         }
-        await("all left", 0);
+        await("all left", 0, 2);  // process 0 may still be writing the last model
         remove_keys();
         keeper.reset();
     }
@@ -181,11 +181,11 @@ struct Process {
 private:
     using OptionList = std::vector<std::pair<std::string, std::string>>;
 
-    // Waits for the value that process `from` sets. RunError if the run has failed meanwhile, or after the
-    // time limit.
-    std::string await(const std::string& key, int from) {
+    // Waits for the value that process `from` sets. RunError if the run has failed meanwhile, or after
+    // `limits` times the time limit.
+    std::string await(const std::string& key, int from, int limits = 1) {
         // Process 0 may itself wait for another process, which it then names: wait for it a little longer.
-        Patience patience(from == 0 ? timeout + 5 : timeout);
+        Patience patience(limits * timeout + (from == 0 ? 5 : 0));
         while (true) {
             // In this order, since a value that was set before the failure counts.
             const bool failed = store->try_get("cause").has_value();

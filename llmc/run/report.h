@@ -79,9 +79,9 @@ public:
         : o(options), process(process), inputs(inputs), fragments(fragments), device(device),
           sync_bytes(std::move(sync_bytes)), totals(totals), logger(logger), status(status),
           flops_per_token(model_flops_per_token(inputs.shape, inputs.layout.values, o.seq_len)),
-          promised(promised_flops(device, sizeof(floatX) == 2, matmul_precision(o.matmul_precision))) {}
+          peak(peak_flops(device, sizeof(floatX) == 2, matmul_precision(o.matmul_precision))) {}
 
-    // tau of the slowest worker, if the workers stop together: rates() then says how long a stop takes.
+    // the largest tau of all workers, if the workers stop together: rates() then says how long a stop takes.
     std::optional<long> stop_overlap;
 
     // Rank 0 of worker 0 speaks; of a worker that was started by itself (--worker), its own rank 0.
@@ -135,7 +135,7 @@ public:
         totals.train_seconds += seconds;
         m.seconds = seconds;
         m.tokens_per_second = double(o.total_batch) / seconds;
-        if (promised) { m.mfu = flops_per_token * m.tokens_per_second / (*promised * process.ranks); }
+        if (peak) { m.mfu = flops_per_token * m.tokens_per_second / (*peak * process.ranks); }
         logger.step(m);
         measured_steps++;
         if (measured_steps == 1) { first_seconds = m.seconds; }
@@ -179,7 +179,8 @@ public:
         if (sync_bytes.empty() || !speaks()) { return; }
         if (measured_steps < 2 || measured_steps != std::min(11L, all)) { return; }
         const double seconds = (measured_seconds - first_seconds) / double(measured_steps - 1);
-        say(::rates(fragments, sync_bytes, o.diloco.inner_steps, o.diloco.overlap, seconds));
+        const int passes = o.diloco.is_elastic() ? o.workers : 1;
+        say(::rates(fragments, sync_bytes, o.diloco.inner_steps, o.diloco.overlap, seconds, passes));
         if (stop_overlap) { say(time_to_stop(fragments, o.diloco.inner_steps, *stop_overlap, seconds)); }
     }
 
@@ -230,7 +231,7 @@ private:
     Logger& logger;
     StatusLine& status;
     const double flops_per_token;          // of the model
-    const std::optional<double> promised;  // flops per second of one GPU's matmuls, if known
+    const std::optional<double> peak;  // flops per second of one GPU's matmuls, if known
     long measured_steps = 0;               // by this process, since it started
     double measured_seconds = 0, first_seconds = 0;
 };

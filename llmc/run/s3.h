@@ -3,8 +3,9 @@
 // signatures (AWS Signature Version 4), expat reads XML. s3_settings.h says where the bucket is and with
 // which keys it is opened.
 //
-// Requests that are asked together travel in parallel over a few connections that stay open. An answer of
-// 409, 429 or 5xx and a lost connection are asked for again, with pauses that grow; other errors are final.
+// The requests of one call travel in parallel over a few persistent connections. A request is retried, with
+// growing pauses, after a lost connection or a transient answer (409, 429, 5xx, RequestTimeout, a proxy's
+// 404); other errors are final.
 #pragma once
 #include <curl/curl.h>
 #include <expat.h>
@@ -45,11 +46,11 @@ struct S3Answer {
 struct S3Refused : UserError {
     using UserError::UserError;
 };
-struct S3Silent : OthersAbsent {
-    using OthersAbsent::OthersAbsent;
+struct S3Silent : TemporaryFailure {
+    using TemporaryFailure::TemporaryFailure;
 };
-struct S3Full : OthersAbsent {
-    using OthersAbsent::OthersAbsent;
+struct S3Full : TemporaryFailure {
+    using TemporaryFailure::TemporaryFailure;
 };
 
 // The texts of an XML document's elements with the names of the elements around them, "Error/Code", in the
@@ -234,7 +235,7 @@ private:
             curl_easy_setopt(easy, CURLOPT_POSTFIELDSIZE_LARGE, curl_off_t(request.body->size()));
             curl_easy_setopt(easy, CURLOPT_POSTFIELDS, request.body->data());  // not copied
             add_header(transfer, "Content-Type: application/octet-stream");
-            curl_easy_setopt(easy, CURLOPT_EXPECT_100_TIMEOUT_MS, 1L);  // no round trip for leave to send
+            curl_easy_setopt(easy, CURLOPT_EXPECT_100_TIMEOUT_MS, 1L);  // barely waits for "100 Continue"
         }
         if (request.if_absent) { add_header(transfer, "If-None-Match: *"); }
         if (!settings.token.empty()) { add_header(transfer, "X-Amz-Security-Token: " + settings.token); }

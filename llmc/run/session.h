@@ -145,7 +145,7 @@ struct Session {
             watchdog, [this] { device::use_in_this_thread(device); }, std::move(when_whole));
     }
 
-    // A run that resumes can do with the file it has: on a full disk it trains on.
+    // A resumed run can keep the old file, so a full disk does not end it.
     void write_config(const std::string& path) {
         try {
             write_file(path, [&](OutputFile& file) { file.write(options.toml.data(), options.toml.size()); });
@@ -206,6 +206,7 @@ struct Session {
 
 private:
     static void check_given_up(const std::string& why) {
-        if (!why.empty()) { throw RunError(why + ": -y 1 resumes from the last checkpoint", absent_status); }
+        const char* const what_to_do = ": -y 1 resumes from the last checkpoint";
+        if (!why.empty()) { throw RunError(why + what_to_do, temporary_status); }
     }
 };

@@ -130,7 +130,7 @@ public:
     bool should_tell_workers(long update) const { return heard_in > 0 && heard_in + 2 <= update; }
 
     // Some of these syncs (SyncReport) may have carried a request.
-    // largest_overlap: tau of the slowest worker
+    // largest_overlap: the largest tau of all workers
     template <class Syncs>
     void heard_with(const Syncs& syncs, long largest_overlap) {
         for (const auto& sync : syncs) {

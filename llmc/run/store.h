@@ -223,8 +223,8 @@ public:
     }
 
     void set(const std::string& key, const std::string& value) override {
-        const std::string temporary = write_temporary(value);
-        if (rename(temporary.c_str(), path(key).c_str()) != 0) { fail_value_file("rename", temporary); }
+        const TemporaryFile file{write_temporary(value)};
+        if (rename(file.path.c_str(), path(key).c_str()) != 0) { fail_value_file("rename", file.path); }
     }
 
     std::optional<std::string> try_get(const std::string& key) override {
@@ -234,20 +234,11 @@ public:
     }
 
     std::string set_if_absent(const std::string& key, const std::string& value) override {
-        const std::string temporary = write_temporary(value);
+        const TemporaryFile file{write_temporary(value)};
         while (true) {
-            const bool won = link(temporary.c_str(), path(key).c_str()) == 0;
-            if (!won && errno != EEXIST) {
-                const int error = errno;
-                unlink(temporary.c_str());
-                errno = error;
-                fail_value_file("link", path(key));
-            }
-            std::optional<std::string> winner = won ? value : try_get(key);
-            if (winner) {
-                unlink(temporary.c_str());
-                return *winner;
-            }
+            const bool won = link(file.path.c_str(), path(key).c_str()) == 0;
+            if (!won && errno != EEXIST) { fail_value_file("link", path(key)); }
+            if (std::optional<std::string> winner = won ? value : try_get(key)) { return *winner; }
         }
     }
 

@@ -116,6 +116,12 @@ inline void write_value_file(const std::string& path, const std::string& value, 
     }
 }
 
+// A temporary file, which is removed at the end of its scope unless it was renamed.
+struct TemporaryFile {
+    std::string path;
+    ~TemporaryFile() { unlink(path.c_str()); }
+};
+
 // Makes a network file system ask its server what the folder holds. Otherwise it may remember for up to a
 // minute which files exist and which do not.
 inline void refresh_folder(const std::string& folder) {
@@ -123,7 +129,7 @@ inline void refresh_folder(const std::string& folder) {
     statx(AT_FDCWD, folder.c_str(), AT_STATX_FORCE_SYNC, STATX_MTIME, &status);
 }
 
-// The names in a folder; true: of a folder.
+// The names in a folder, and whether each is itself a folder.
 using NamesInFolder = std::map<std::string, bool>;
 
 // A name that begins with '.' is no value: .new, and files that NFS keeps while they are open (.nfsXXXX).

@@ -1,8 +1,8 @@
 // DataLoader: batches of tokens from the shards that data/prepare.py writes.
 //
 // A shard has llm.c's format: a header of 256 int32 {20240520, 1, token count}, then uint16 tokens. A row is
-// T + 1 consecutive tokens of a shard, at a multiple of T. Rows overlap by one token: the last target of one
-// is the first input of the next.
+// T + 1 consecutive tokens of a shard, at a multiple of T from its beginning, or from that of the process's
+// part (take_part). Rows overlap by one token: the last target of one is the first input of the next.
 //
 // Batches take the rows of an epoch in their order, B rows for each process, and the epochs follow each other
 // without a gap:
@@ -150,7 +150,7 @@ private:
     struct Shard {
         std::string path;
         long tokens;
-        long first, count;                  // of the tokens that this process and its like read
+        long first, count;                  // the part of the tokens that take_part() left
         long first_row = 0, rows = 0;       // of the epoch's rows as they lie
         std::unique_ptr<InputFile> file{};  // null: not open
     };
@@ -270,7 +270,7 @@ private:
         std::copy(tokens.begin() + 1, tokens.end(), target.begin() + i * T);
     }
 
-    // Tells the system that a row will be read. Where that fails, so will the read, which tells why.
+    // Tells the system that a row will be read. If this fails, so will the read, which reports the cause.
     void expect_row(const Place& place) {
         try {
             file_of(place.shard).will_read(row_bytes(), data_offset(place.token));

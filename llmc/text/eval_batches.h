@@ -6,7 +6,8 @@
 //     EvalBatches batches(set, B, max_T, rank, ranks);
 //     batches.score_all([&](const EvalBatch& batch, float* losses) { ... the loss of each target: (B,T) });
 //
-// Rank i mod R takes example i: the accuracy is the sum of correct() of all ranks over the number of examples.
+// Rank i mod R takes example i. The accuracy is the sum of correct() over all ranks, divided by the number of
+// examples.
 #pragma once
 #include <algorithm>
 #include <limits>

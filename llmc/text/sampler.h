@@ -64,8 +64,8 @@ inline void keep_top_k(std::vector<double>& weights, const float* logits, int k)
     std::for_each(tokens.begin() + k, tokens.end(), [&](int token) { weights[size_t(token)] = 0; });
 }
 
-// Sets all weights to 0 but those of the fewest likeliest tokens that together have the probability p. O(n +
-// m log n) for m tokens that stay, which are few in most distributions.
+// Sets all weights to 0 but those of the fewest likeliest tokens that together have at least the probability
+// p. O(n + m log n) for m tokens that stay, which are few in most distributions.
 inline void keep_top_p(std::vector<double>& weights, const float* logits, float p) {
     std::vector<int> tokens = drawable_tokens(weights);
     auto is_less_likely = [&](int a, int b) { return is_likelier(logits, b, a); };

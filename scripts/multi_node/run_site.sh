@@ -15,8 +15,6 @@ WORKERS=${WORKERS:-2}
 WORKER=${WORKER:-} # this site, from 0
 RANKS=${RANKS:-8}
 OUT=${OUT:-log/${RUN:-gpt2_124M}-worker$WORKER}
-REDIS=${REDIS:-10.7.0.1:6379}
-PASSWORD_FILE=${PASSWORD_FILE:-${HOME:-}/.diloco-password} # of that server
 INTERFACE=${INTERFACE:-wg0} # WireGuard's: what the workers exchange is not encrypted by itself
 TIMEOUT=${TIMEOUT:-600} # seconds to wait for the other sites to be started, or to answer
 [ -f scripts/training.sh ] ||
@@ -30,11 +28,7 @@ if ! [[ $WORKER =~ ^(0|[1-9][0-9]*)$ && $WORKER -lt $WORKERS ]]; then
 fi
 [ ! -d /sys/class/net ] || [ -e "/sys/class/net/$INTERFACE" ] || \
     fail "no network interface $INTERFACE: bring it up, or set INTERFACE"
-if [ -z "${DILOCO_STORE:-}" ]; then
-    [ -s "$PASSWORD_FILE" ] || fail "no password in $PASSWORD_FILE: copy the Redis server's there"
-    DILOCO_STORE=redis://:$(cat "$PASSWORD_FILE")@$REDIS
-fi
-export DILOCO_STORE # as an option of the program, other users of this machine could read it
+meet_at_redis
 train_by "$WORKERS" "$RANKS"
 
 # TCP: between sites NCCL would hold a part of the GPU while it waits for the network.

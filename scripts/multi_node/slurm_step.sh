@@ -8,6 +8,7 @@ status=127  # exit status of the training
 stopped=143 # status of a training that was asked to stop, and has written a checkpoint
 unmet=75    # status of a training whose other workers did not come within --timeout
 mistake=2   # status after a mistake that the user has to correct
+replaced=76 # status of an elastic worker whose place another process has taken
 
 # The newest step of which this run has a whole checkpoint; an elastic worker's are in OUT/worker_W.
 newest_checkpoint() {
@@ -57,10 +58,10 @@ requeue_if_stopped() {
     fi
 }
 
-# True if the run neither reached its end, nor was asked to stop, nor made a mistake that another start would
-# repeat.
+# True if the run failed and another start may help: not after a mistake, which another start would repeat, nor
+# after another process took this worker's place, which another start would take back.
 has_failed() {
-    ((status != 0 && status != stopped && status != mistake))
+    ((status != 0 && status != stopped && status != mistake && status != replaced))
 }
 
 # requeue_at_most RESTARTS WHY: requeues after an end that may well happen again. SLURM counts every start after

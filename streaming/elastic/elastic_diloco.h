@@ -191,6 +191,7 @@ private:
     template <class Turn>
     Outcome take_turns(long step, Turn turn) {
         idle_from = stamp(*now.main);
+        helpless.reset();  // the time limit is of one wait: the last may have ended while the store was away
         while (true) {
             const double from = now_seconds(), work_before = shard_seconds;
             const LogTurn own = turn(step);
@@ -331,7 +332,7 @@ private:
         tokens_at_send[p] = now.tokens;
     }
 
-    // On the log's thread; the log's lock keeps all other calls out.
+    // On one of the log's threads; the log's lock keeps all other calls out.
     const Encoded* encoded(long number) override {
         Outgoing& out = outgoing[size_t(schedule.fragment(number))];
         if (out.sync != number) { return nullptr; }
@@ -367,6 +368,8 @@ private:
         applied.synchronize();  // then the received payloads may be overwritten, and the sums are there
         Outgoing& out = outgoing[size_t(sync.fragment)];
         const bool has_payload = out.sync == sync.number && out.tokens > 0;
+        // The next delta has this progress, too, and so its tokens.
+        if (has_payload && !counted) { tokens_at_send[size_t(sync.fragment)] -= out.tokens; }
         // How much was received is known to note_events().
         if (has_payload && out.encoded) { report.traffic.bytes_sent = out.encoded->payload.size(); }
         if (report.applied()) {  // of the contributors; what encoding lost is known if this worker has sent
@@ -427,7 +430,7 @@ private:
         header.has_moments = log_options.elastic.join_moments;
         header.updates = header.has_moments ? uint64_t(*moments.updates) : 0;
         spool.append(&header, sizeof header);
-        for_pieces(header, [&](float* piece, long first, long count, size_t bytes) {
+        for_pieces([&](float* piece, long first, long count, size_t bytes) {
             shard.state->save(piece, piece + count, first, count, main);
             if (header.has_moments) {
                 device::copy_to_host_later(piece + 2 * count, moments.m + first, count, main);
@@ -443,7 +446,7 @@ private:
         const SnapshotHeader header = checked_header(snapshot, at);
         Stream& main = *now.main;
         at += sizeof header;
-        for_pieces(header, [&](float* piece, long first, long count, size_t bytes) {
+        for_pieces([&](float* piece, long first, long count, size_t bytes) {
             snapshot.read(piece, at, bytes);
             at += bytes;
             shard.state->load(piece, piece + count, first, count, main);
@@ -461,8 +464,8 @@ private:
 
     // Calls use(piece, first, count, bytes) for each piece of the shard.   piece: (2 or 4, count), pinned
     template <class Use>
-    void for_pieces(const SnapshotHeader& header, Use use) const {
-        const long n = shard.state->count(), arrays = header.has_moments ? 4 : 2;
+    void for_pieces(Use use) const {
+        const long n = shard.state->count(), arrays = log_options.elastic.join_moments ? 4 : 2;
         const long most = std::min(n, long(log_options.snapshot_chunk / (4 * sizeof(float))));
         HostBuffer<float> piece(arrays * most);
         for (long first = 0; first < n; first += most) {
@@ -479,14 +482,11 @@ private:
         const uint64_t n = uint64_t(shard.state->count());
         const size_t bytes = sizeof header + n * (header.has_moments ? 4 : 2) * sizeof(float);
         const bool fits = header.magic == expected.magic && header.version == expected.version &&
-                          header.values == n && header.has_moments <= 1 && there == bytes;
+                          header.values == n &&
+                          header.has_moments == uint64_t(log_options.elastic.join_moments) && there == bytes;
         if (!fits) {
             throw RunError("the snapshot of another worker was refused: do all run the same program with the "
                            "same options?");
-        }
-        if (log_options.elastic.join_moments && !header.has_moments) {
-            throw RunError("the snapshot of another worker has no moments: give --join-moments to all "
-                           "workers");
         }
         return header;
     }

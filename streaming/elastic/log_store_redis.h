@@ -61,7 +61,7 @@ if redis.call('HSETNX', KEYS[1], ARGV[1], text) == 0 then return end
 redis.call('XADD', KEYS[2], '*', '', '')
 redis.call('EXPIRE', KEYS[2], 10))";
 
-// The entry, under no name, and the first chunks that it counts, up to some megabytes.
+// The entry, under no name, and first chunks of the payloads that it counts, until they exceed 4 MiB in sum.
 // KEYS: entry, payload/s; ARGV: sync, whose payload is not needed
 const char* const decision = R"(
 local answer, bytes, place = {'', redis.call('HGET', KEYS[1], ARGV[1])}, 0, 0
@@ -125,7 +125,7 @@ public:
 private:
     using Reply = RedisConnection::Reply;
     using Command = std::vector<std::string>;
-    struct OutOfMemory : RunError {  // of the server's
+    struct OutOfMemory : RunError {  // the server has no memory left
         using RunError::RunError;
     };
 
@@ -133,7 +133,7 @@ private:
     std::vector<StoreAnswer> answers_to(const std::vector<StoreRequest>& requests, Command wait) {
         std::vector<StoreAnswer> answers;
         try {
-            // Other requests wait behind this one.
+            // A short limit, since other requests wait for this call.
             if (!connection.is_open()) { connection.connect(std::min(timeout, 3.0)); }
             for (size_t first = 0, end = 0; end < requests.size(); first = end) {
                 for (bool writes = false; end < requests.size(); end++) {
@@ -146,7 +146,7 @@ private:
             const std::string where = "the connection to the store at " + connection.where();
             answers.resize(requests.size(), lost_answer(where + " is lost (" + error.what() + ")", false));
         } catch (const std::exception& error) {
-            connection.close();  // the next connection shows the password again
+            connection.close();  // the next connection authenticates again
             const bool is_full = dynamic_cast<const OutOfMemory*>(&error) != nullptr;
             answers.resize(requests.size(), lost_answer(error.what(), is_full));
         }
@@ -264,15 +264,15 @@ private:
         if (fsync.empty()) {
             warned = store + " does not show its settings: it must have appendonly yes, appendfsync always";
         } else if (setting("appendonly") == "no") {
-            warned = store + " does not write down all that it is told: if it is killed, the run is lost; " +
+            warned = store + " does not persist its data: if it is killed, the run is lost; " +
                      "start it with --appendonly yes --appendfsync always";
         } else if (fsync != "always" || setting("no-appendfsync-on-rewrite") == "yes") {
-            warned = store + " may forget what it has answered if its machine fails, and workers may differ; " +
-                     "start it with --appendfsync always --no-appendfsync-on-rewrite no";
+            warned = store + " may lose confirmed writes if its machine fails, and workers may then "
+                     "differ; start it with --appendfsync always --no-appendfsync-on-rewrite no";
         } else if (has_replicas()) {
             warned = store + " has replicas: if one takes over, workers may differ; run without fail-over";
         } else if (setting("maxmemory-policy").compare(0, 8, "allkeys-") == 0) {
-            warned = store + " throws keys away when its memory is full, also the run's; " +
+            warned = store + " evicts keys when its memory is full, those of the run included; " +
                      "start it with --maxmemory-policy noeviction";
         }
     }

@@ -44,8 +44,9 @@ inline std::unique_ptr<LogStore> open_log_store(const std::string& url, const st
 
 // Over a bucket each request takes a round trip and costs money: it is asked less often, for more at a time.
 inline void suit_store(SyncLogOptions& options, const std::string& url) {
-    options.poll = is_s3_url(url) ? 1 : 0.1;
-    options.in_line = is_s3_url(url) ? 1 << 20 : 0;
+    if (!is_s3_url(url)) { return; }
+    options.poll = 1;
+    options.in_line = 1 << 20;
 }
 
 // A row for LogStart::fingerprint: workers whose versions keep lines elsewhere in a bucket must not meet.

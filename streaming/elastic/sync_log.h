@@ -41,8 +41,8 @@ public:
     bool listens() const;
     double patience = 0;  // set by listen(): seconds of LogStore::await; 0: the answers are there
 
-    // At the end of `step`, and again until it says something else than to wait. Before the first step, with
-    // the step that is done: it waits until it has a place in the run.
+    // To be called at the end of `step`, and again as long as it says to wait. Before the first step, with the
+    // last step that is done: then it says to wait until this worker has a place in the run.
     LogTurn turn(long step, double now);
 
     // After the last step, in place of turn(). All that was sent until then is due now; at the end global
@@ -61,10 +61,10 @@ public:
     // The answers to a beat (Heartbeat), with those of others if there are three.   from: when it was sent
     void hear_beats(const std::vector<StoreAnswer>& answers, double from, double now);
 
-    // The answer to what `run/generation` is.
+    // The answer to a request for `run/generation`.
     void check_generation(const StoreAnswer& answer);
 
-    // A checkpoint with these positions will be there after a crash.
+    // A checkpoint with these positions is on the disk, and survives a crash.
     void checkpointed(const std::vector<long>& positions);
 
     std::vector<long> positions() const {
@@ -76,10 +76,10 @@ public:
     Incarnation incarnation() const { return me; }  // number 0: not registered yet
     const LogStop& stopped() const { return end; }
     bool is_running() const { return phase == Phase::running; }
-    // What a wait would be for that may never end: "" if nothing. The store, or a giver of a snapshot.
+    // Why a wait may never end: the store does not answer, or nobody can give the snapshot. "": it will end.
     std::string helpless() const {
-        if (is_cut_off || (listens() && !deaf.empty())) {
-            const std::string& why = is_cut_off ? trouble : deaf;
+        if (is_cut_off || (listens() && !listen_trouble.empty())) {
+            const std::string& why = is_cut_off ? trouble : listen_trouble;
             return "the store does not answer" + (why.empty() ? "" : " (" + why + ")");
         }
         const bool is_alone = phase == Phase::behind && alone_since >= 0;
@@ -115,7 +115,7 @@ private:
         std::vector<std::string> payloads;  // of the contributors, as far as they are read
         size_t bytes_read = 0;
         double due_since = -1;
-        double excused = 0;     // seconds since then in which nobody could be heard
+        double excused = 0;     // seconds since then in which the store did not answer
 
         // Since when it is overdue, for its worker; negative: it is not due yet.
         double judged_since() const { return due_since < 0 ? -1 : due_since + excused; }
@@ -147,7 +147,7 @@ private:
         size_t chunks = 0;        // written
     };
 
-    // What another worker wants and nobody offers.
+    // A snapshot that another worker wants and that nobody has offered yet.
     struct Wanted {
         double since;        // the last change that was seen
         std::string giver;   // the worker that says that it gives it, and how far it is
@@ -315,12 +315,12 @@ private:
     std::vector<LogEvent> told;
     std::set<long> waits_told;  // syncs that it has said it waits for
 
-    std::vector<Asked> asked, heard;  // and not yet answered: requests(), listen()
+    std::vector<Asked> asked, listened_for;  // and not yet answered: of requests(), listen()
     double asked_at = 0;
     bool asks_beats = false;  // after what some fragment asks
     bool is_cut_off = false;  // its last answer was lost, for this reason
     std::string trouble;
-    std::string deaf;  // why the last answer to listen() was lost
+    std::string listen_trouble;  // why the last answer to listen() was lost
     double cut_off_since = 0;
     double retry_at = 0;
     std::vector<Asked> chores;

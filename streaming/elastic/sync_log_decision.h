@@ -13,10 +13,10 @@
 #include "streaming/elastic/sync_log_rules.h"
 #include "streaming/elastic/sync_log_types.h"
 
-// Who is there, by their beats. A worker is alive unless its beat was the same in two looks that are `expiry`
-// apart. A worker that looks seldom, over a slow link or after a stall, therefore takes nobody for dead; nor
-// does one whose answers are slow, since a look is dated by its question and a beat by the first answer that
-// showed it.
+// Which workers are alive, by their beats. A worker is alive unless its beat was the same in two looks that
+// are `expiry` apart. A worker that looks seldom, over a slow link or after a stall, therefore takes nobody
+// for dead; nor does one whose answers are slow, since a look is dated by its question and a beat by the
+// first answer that showed it.
 //
 // A worker that is alive and has promised to be in time is waited for unless that has cost too much: the time
 // that others waited for it is its debt, at most one grace per standstill, and is paid back at a fiftieth of
@@ -69,7 +69,7 @@ public:
         }
     }
 
-    // Nobody could be heard for so long: that is nobody's fault.
+    // The store did not answer for so long: this time is held against no worker.
     void forgive(double seconds, double now) {
         for (auto& [worker, one] : seen) {
             one.changed = std::min(one.changed + seconds, now);
@@ -77,7 +77,7 @@ public:
         }
     }
 
-    // Those whom `reader` has contributed with are alive, even if their beats were seen only once. A worker
+    // Workers counted together with `reader` are alive, even if their beats were seen only once. A worker
     // that is missing from the entry has broken its promise, if it had made one.
     void note(const LogEntry& entry, long sync, const Incarnation& reader) {
         const auto& all = entry.contributors;
@@ -109,8 +109,8 @@ public:
         return found != seen.end() && is_alive(found->second) && found->second.beat.incarnation == who.number;
     }
 
-    // Its beat has not changed yet or stands still, or a later start of its worker has shown one. False as long
-    // as there is no beat.
+    // Its beat has not changed yet, stands still or says that it ends, or a later start of its worker has
+    // shown one. False as long as there is no beat.
     bool may_be_dead(const Incarnation& who) const {
         const auto found = seen.find(who.worker);
         if (found == seen.end() || found->second.beat.incarnation < who.number) { return false; }
@@ -229,8 +229,8 @@ private:
     std::vector<Change> changed;
 };
 
-// What a new log begins with: the newest of what its workers hold, and of several as new ones what most hold.
-// None: as many hold something else at the same positions, and nobody knows which is right.
+// The state that a new log begins with: the newest that its workers hold; of equally new states, the one that
+// most workers hold. None: equally many hold different states at the same positions.
 inline std::optional<LogBase> base_to_begin_with(const std::vector<LogBase>& held) {
     long newest = 0;
     for (const LogBase& one : held) { newest = std::max(newest, one.sum()); }

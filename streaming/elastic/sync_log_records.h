@@ -120,7 +120,7 @@ inline std::string chunk_name(const Incarnation& who, size_t chunk) {
 // whether that worker is missing.
 struct LogLine {
     uint64_t hash = 0;    // of the fragment's global parameters at the sender
-    uint64_t tokens = 0;  // that it has trained on since its last send; 0: abstains
+    uint64_t tokens = 0;  // trained on since its last send that counted; 0: abstains
     size_t bytes = 0;     // of the payload
     uint64_t digest = 0;  // of the payload
 

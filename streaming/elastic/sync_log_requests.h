@@ -89,7 +89,7 @@ inline StoreRequest SyncLog::own_chunk(const std::string& folder, size_t chunk, 
 
 inline void SyncLog::lose_store(const std::string& trouble, double now) {
     if (!std::exchange(is_cut_off, true)) {
-        say(LogEventKind::store_lost, "has lost the store, and goes on until it needs it" +
+        say(LogEventKind::store_lost, "has lost the store, and continues until it needs it" +
                                           (trouble.empty() ? "" : ": " + trouble));
         cut_off_since = asked_at;
     }
@@ -130,7 +130,7 @@ inline void SyncLog::make_room(double now) {
     chores.erase(first, chores.end());
 }
 
-// The store was away for so long.
+// The store did not answer for `seconds`: all deadlines move by as much.
 inline void SyncLog::forgive(double seconds, double now) {
     candidates.forgive(seconds, now);
     presence.forgive(seconds, now);

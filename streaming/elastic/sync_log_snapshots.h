@@ -331,7 +331,7 @@ inline void SyncLog::load_snapshot() {
     const std::string line = beginning.substr(0, beginning.find('\n'));
     shard.load(snapshot.bytes, line.size() + 1);
     enter(parse_numbers(line), false);
-    say(LogEventKind::takes_snapshot, "goes on from a snapshot, its fragments at syncs " + line);
+    say(LogEventKind::takes_snapshot, "continues from a snapshot, with its fragments at syncs " + line);
     forget_snapshot();
     phase = Phase::running;
 }
@@ -370,7 +370,7 @@ inline void SyncLog::sweep(bool with_snapshots) {
     if (with_snapshots) { sweep_snapshots(); }
 }
 
-// What living workers need that are catching up from a snapshot.
+// held: lowered to the positions from which living workers that catch up from a snapshot need payloads.
 inline void SyncLog::note_held(const Listing& listing, std::vector<long>& held) {
     for (const auto& [want, text] : listing) {
         const Incarnation who = Incarnation::parse(want);

@@ -115,7 +115,7 @@ inline void SyncLog::agree_on(const Listing& registered, double now) {
         held.push_back(LogBase::parse(registered.at(who.text())));
     }
     const std::optional<LogBase> base = base_to_begin_with(held);
-    const char* tie = "as many workers hold one state after the same syncs as another one";
+    const char* tie = "equally many workers hold different states after the same syncs";
     if (base) {
         beginning = LogBeginning{*base, members};
     } else if (all) {

@@ -176,7 +176,7 @@ inline void SyncLog::listen_to_lines(Slot& slot) {
     const bool has_own = slot.own != Slot::none || slot.found.count(words(me.worker)) > 0;
     const auto some = has_own ? Presence::at_work : Presence::nobody;
     const bool asks_all = has_all || is_over(slot.sync, newest_open);
-    add_lines(heard, slot, asks_all ? Presence::anybody : some);
+    add_lines(listened_for, slot, asks_all ? Presence::anybody : some);
 }
 
 // Over a bucket a line says who wrote it, and lies under a worker's number. Another worker's closes the place.
@@ -237,12 +237,12 @@ inline bool SyncLog::listens() const {
 // Waits for entries only if none of them can already be there. The generation is asked for after the entries,
 // and no entry is used before it is checked. Requests whose answers are lost are made again.
 inline std::vector<StoreRequest> SyncLog::listen() {
-    heard.clear();
+    listened_for.clear();
     if (!listens()) { return {}; }
     for (Slot& slot : slots) {
         if (slot.entry && listens_to(slot)) { fetch_payloads(slot); }
     }
-    patience = heard.empty() ? 1 : 0;
+    patience = listened_for.empty() ? 1 : 0;
     const auto decisions = std::make_shared<std::map<long, StoreAnswer>>();  // by sync
     for (Slot& slot : slots) {
         if (slot.entry || !listens_to(slot)) { continue; }
@@ -252,10 +252,9 @@ inline std::vector<StoreRequest> SyncLog::listen() {
             (*decisions)[slot.sync];
             continue;
         }
-        heard.push_back({{StoreRequest::decision, run(), std::to_string(slot.sync), me.text()},
-                         [decisions, sync = slot.sync](const StoreAnswer& answer, double) {
-                             (*decisions)[sync] = answer;
-                         }});
+        listened_for.push_back(
+            {{StoreRequest::decision, run(), std::to_string(slot.sync), me.text()},
+             [decisions, sync = slot.sync](const StoreAnswer& answer, double) { (*decisions)[sync] = answer; }});
     }
     const auto learn_all = [this, decisions, open = newest_open](const StoreAnswer& answer, double now) {
         check_generation(answer);
@@ -265,16 +264,16 @@ inline std::vector<StoreRequest> SyncLog::listen() {
             in_bucket() ? weigh(*slot, false, now) : learn(*slot, decision, open);
         }
     };
-    heard.push_back({{StoreRequest::get, "run", "generation"}, learn_all});
+    listened_for.push_back({{StoreRequest::get, "run", "generation"}, learn_all});
     std::vector<StoreRequest> requests;
-    for (const Asked& one : heard) { requests.push_back(one.request); }
+    for (const Asked& one : listened_for) { requests.push_back(one.request); }
     return requests;
 }
 
 inline void SyncLog::hear(const std::vector<StoreAnswer>& answers, double now) {
-    const std::vector<Asked> batch = std::exchange(heard, {});
+    const std::vector<Asked> batch = std::exchange(listened_for, {});
     const bool is_lost = !answers.empty() && answers.back().lost;
-    deaf = is_lost ? answers.back().trouble : "";
+    listen_trouble = is_lost ? answers.back().trouble : "";
     for (Slot& slot : slots) { slot.is_near |= is_lost && slot.has_line() && !slot.entry; }
     for (size_t i = 0; i < batch.size() && !answers[i].lost && phase == Phase::running; i++) {
         batch[i].then(answers[i], now);
@@ -359,7 +358,7 @@ inline void SyncLog::tell_of_few(Slot& slot, const StandingLines& standing, doub
     const std::string holders = in_words(holders_of_hashes(standing));
     if (are_split && int(standing.size() + slot.closed.size()) >= options.workers) {
         end.diverged = true;
-        return stop("nobody knows whose global parameters are right: there are workers " + holders);
+        return stop("no global parameters have a majority, though all workers have sent (" + holders + ")");
     }
     const std::string what =
         are_few ? format("%zu of at least %d workers have sent", standing.size(), options.elastic.min_workers)
@@ -392,7 +391,7 @@ inline void SyncLog::take_entry(Slot& slot, const std::string& text) {
     const int named = int(entry.contributors.size() + entry.abstained.size());
     const bool was_few = std::exchange(are_few, entry.counts(me.worker) && 2 * named <= options.workers);
     if (are_few && !was_few) {
-        const std::string text = format("goes on with %d of %d workers", named, options.workers);
+        const std::string text = format("continues with %d of %d workers", named, options.workers);
         say(LogEventKind::too_few, text, slot.sync);
     }
     for (const Contributor& one : entry.contributors) {
@@ -441,8 +440,8 @@ inline void SyncLog::fetch_payloads(Slot& slot) {
             const auto take = [this, i, at](Slot& slot, const StoreAnswer& answer, double) {
                 take_chunk(slot, i, at, answer);
             };
-            heard.push_back({{StoreRequest::get, folder(is_in_line ? "sent" : "payload", slot.sync), name},
-                             with_slot(slot.sync, take)});
+            const std::string place = folder(is_in_line ? "sent" : "payload", slot.sync);
+            listened_for.push_back({{StoreRequest::get, place, name}, with_slot(slot.sync, take)});
             asked_for += std::min(chunk, one.bytes - at);
         }
     }

@@ -78,7 +78,7 @@ public:
                    const LogStart& start, const std::function<std::unique_ptr<LogStore>()>& open)
         : log(options, schedule, worker, shard, rules, start),
           heartbeat(options.expiry / 4, options.in_line > 0),
-          store(open()), pulse_store(open()), ear(open()),
+          store(open()), pulse_store(open()), listen_store(open()),
           asking([this] { guarded(&SyncLogThreads::ask); }),
           beating([this] { guarded(&SyncLogThreads::beat); }),
           listening([this] { guarded(&SyncLogThreads::listen); }) {}
@@ -142,7 +142,7 @@ private:
         return said;
     }
 
-    // What a turn or an answer has brought, to all threads. The caller holds the log's lock.
+    // Tells all threads what a turn or an answer has changed. The caller holds the log's lock.
     void show_changes() {
         show_pulse();
         if (now_seconds() + log.rest(now_seconds()) < asks_at - soon) { wake(); }
@@ -207,7 +207,8 @@ private:
             }
             const double patience = log.patience;
             lock.unlock();
-            const auto answers = patience > 0 ? ear->await(requests, patience) : ear->perform_all(requests);
+            const auto answers = patience > 0 ? listen_store->await(requests, patience)
+                                              : listen_store->perform_all(requests);
             lock.lock();
             log.hear(answers, now_seconds());
             show_changes();
@@ -265,6 +266,6 @@ private:
     Heartbeat heartbeat;
 
     std::atomic<bool> ending{false};  // changes under both
-    const std::unique_ptr<LogStore> store, pulse_store, ear;
+    const std::unique_ptr<LogStore> store, pulse_store, listen_store;
     std::thread asking, beating, listening;  // the last members: they use all others
 };

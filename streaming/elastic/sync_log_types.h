@@ -20,7 +20,7 @@ struct SyncLogOptions {
     long overlap = 1;                    // tau
     long last_step = 1'000'000'000'000;  // of the run
     double timeout = 600;                // seconds that a worker waits for a store that does not answer
-    bool checkpoints = true;             // payloads are kept until two workers' checkpoints have passed them
+    bool checkpoints = true;             // payloads are kept until min(2, min_workers) have passed them
     std::string spool_folder = "";       // where a snapshot lies that is given or taken (Spool)
     size_t chunk = 64 << 20;             // bytes of a payload in one value
     size_t in_line = 0;                  // a payload of up to so many bytes is a part of its line (a bucket)
@@ -46,7 +46,7 @@ struct Contribution {
 };
 
 // This worker's shard of the outer state. The constructor, turn() and finish() call it; encoded() is also
-// called by requests() and answer().
+// called by requests(), answer() and hear(), on other threads.
 class LogShard {
 public:
     struct Encoded {
@@ -102,7 +102,7 @@ struct LogPulse {
 
 //   too_few           it waits for --min-workers to send, for a majority on one hash, or for a snapshot, or
 //                     goes on with half of the workers or fewer
-//   decided, applied  a sync: by this worker; whoever was counted
+//   decided, applied  this worker has decided, or applied, a sync, whether or not it was counted in it
 //   snapshot_put_off  that this worker was about to give
 //   late              for a sync that it had promised to be in time for; also of this worker
 //   gone, back        its beat has stopped; it is in time, or alive, again

@@ -465,7 +465,7 @@ def test_of_two_workers_one_goes_on_alone_and_says_so_and_the_other_joins_again(
     before = max(run[0].merged())
     run[0].wait_for(lambda worker: max(worker.merged()) > before + 6)
     alone = run[0].happened("too_few")[-1]  # on a busy machine worker 1 may have been late before, too
-    assert "goes on with 1 of 2 workers" in alone["text"] and alone["sync"] >= before
+    assert "continues with 1 of 2 workers" in alone["text"] and alone["sync"] >= before
     run[1].start(resume)
     run.wait_until_counted(1)
     run.stop_well()
@@ -638,7 +638,7 @@ def test_a_snapshot_needs_no_folder_of_the_run(workers):
     run = workers(**{**ENDLESS, **FEW_PAYLOADS, "-n": 0, "-o": None}).start(0, 1)
     wait_until_payloads_are_gone(run)
     run[2].start()
-    run[2].wait_for(lambda worker: "goes on from a snapshot" in worker.output())
+    run[2].wait_for(lambda worker: "continues from a snapshot" in worker.output())
     assert all(worker.wrote_nothing() for worker in run.all)
 
 

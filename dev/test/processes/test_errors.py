@@ -201,7 +201,7 @@ LARGE = {"--layers": 4, "--heads": 4, "--channels": 256, "--vocab-size": 1024, "
 
 def said_of_memory(run):
     """(bytes that it takes, bytes that are there), in GB"""
-    (both,) = re.findall(r"takes about ([0-9.]+) GB of memory.*, and there are ([0-9.]+) GB: ", run.stderr)
+    (both,) = re.findall(r"needs about ([0-9.]+) GB of memory.*, and there are ([0-9.]+) GB: ", run.stderr)
     return tuple(map(float, both))
 
 
@@ -210,8 +210,13 @@ def said_of_memory(run):
                                      {"-b": 4, "--workers": 2, "--ranks": 2, "-n": 2, "--outer-dtype": "fp32",
                                       "--outer-error-feedback": True, "--fragment-layers": 0, "--channels": 384},
                                      {"-b": 1, "--workers": 2, "--outer-transport": "store", "--outer-dtype": "fp32",
-                                      "--fragment-layers": 1, "--channels": 640, "-H": 8, "-x": 16, "--overlap": 4}],
-                         ids=["activations", "bf16", "checkpoints", "processes", "elastic"])
+                                      "--fragment-layers": 1, "--channels": 640, "-H": 8, "-x": 16, "--overlap": 4},
+                                     {"-b": 1, "--workers": 2, "--outer-transport": "store", "--fragment-layers": 1,
+                                      "--outer-error-feedback": True, "--channels": 640, "-H": 8, "-x": 16, "-n": 8},
+                                     {"-b": 1, "--workers": 3, "--outer-error-feedback": True, "-n": 3,
+                                      "--fragment-layers": 0, "--channels": 640}],
+                         ids=["activations", "bf16", "checkpoints", "processes", "elastic", "elastic feedback",
+                              "owners"])
 def test_the_memory_that_a_run_takes_is_known_before(tokens, tmp_path, options):
     words = command(tokens, tmp_path / "run", {**LARGE, **options})
     refused = subprocess.run(["prlimit", f"--as={100 << 20}", *words], capture_output=True, text=True, timeout=60)

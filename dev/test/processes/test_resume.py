@@ -224,7 +224,7 @@ def check_case(begin, run, base, options, how, back_to=10):
     resumed = run(name, options)
     step = resumed_step(resumed)
     assert 0 < step < options["-x"] and (how != "set back" or step == back_to)
-    assert "goes on in" not in resumed.stdout()  # from its own state as it is, and not from a reshaped one
+    assert "is resumed by" not in resumed.stdout()  # from its own state as it is, and not from a reshaped one
     compare(resumed.written(), expected.written())
 
 
@@ -646,13 +646,13 @@ def losses_of(start, process=0):
 
 
 CHANGES = {
-    "ranks": ({"--ranks": 2, "-b": 1}, ["goes on in 2 x 2", "parameters, global parameters, outer momentum"]),
+    "ranks": ({"--ranks": 2, "-b": 1}, ["is resumed by 2 x 2", "parameters, global parameters, outer momentum"]),
     "more_workers": ({"--workers": 4},
-                     ["goes on in 4 x 1", "every worker starts from the global parameters"]),
+                     ["is resumed by 4 x 1", "every worker starts from the global parameters"]),
     "fewer_workers": ({"--workers": 1},
-                      ["goes on in 1 x 1", "every worker starts from the global parameters"]),
+                      ["is resumed by 1 x 1", "every worker starts from the global parameters"]),
     "data_parallel": ({"--workers": 1, "--ranks": 2, "--outer-optimizer": "none"},
-                      ["goes on in 1 x 2", "not carried over", "outer momentum"]),
+                      ["is resumed by 1 x 2", "not carried over", "outer momentum"]),
     "H": ({"-H": 12}, ["inner-steps 8 -> 12", "carried over"]),
     "fragments": ({"--fragment-layers": 2}, ["fragment-layers 1 -> 2", "carried over"]),
     "feedback": ({"--outer-error-feedback": True}, ["residuals of error feedback"]),

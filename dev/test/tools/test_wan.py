@@ -282,4 +282,4 @@ def test_a_trainer_that_fails_ends_the_benchmark_with_its_line(bench, monkeypatc
         bench("--quick", "--only", "data-parallel")
     assert left.value.code == 2
     error = capsys.readouterr().err
-    assert "do not divide by 5 heads" in error and error.count("\n") == 1
+    assert "are not divisible by 5 heads" in error and error.count("\n") == 1

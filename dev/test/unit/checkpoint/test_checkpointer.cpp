@@ -191,7 +191,7 @@ std::vector<std::shared_ptr<AbsentStore>> absent_stores_of(Processes& run) {
 
 // After how many seconds process 0 says that it gave up process 1.
 int seconds_of_silence(const std::string& message) {
-    const std::string words = "worker 1 rank 0: has not been heard of for ";
+    const std::string words = "worker 1 rank 0: has not been heard from for ";
     const size_t at = message.find(words);
     return at == std::string::npos ? -1 : std::stoi(message.substr(at + words.size()));
 }
@@ -460,7 +460,7 @@ TEST(Checkpointer, a_silent_process_is_named_after_the_time_limit) {
     EXPECT_TRUE(run[0].has_failed());
     EXPECT_TRUE(
         contains(run.last_message(0),
-                 "there is no checkpoint of step 10: worker 1 rank 0: has not been heard of for 0 s"));
+                 "there is no checkpoint of step 10: worker 1 rank 0: has not been heard from for 0 s"));
     EXPECT_EQ(run.files(0), "");
     // It comes after all: the verdict is still there.
     run.begin(1, 10);
@@ -590,7 +590,7 @@ TEST(Checkpointer, states_that_all_have_stay_when_a_process_dies_before_done) {
     run[0].wait();
     EXPECT_TRUE(run[0].has_failed());
     EXPECT_TRUE(contains(run.last_message(0), "it is not known whether the checkpoint of step 10 is whole: "
-                                              "worker 1 rank 0: has not been heard of for "));
+                                              "worker 1 rank 0: has not been heard from for "));
     EXPECT_TRUE(exists(run.state(0, 10)) && exists(run.state(1, 10)));
 }
 
@@ -602,7 +602,7 @@ TEST(Checkpointer, nobody_waits_for_a_run_that_has_failed) {
     run[1].wait();
     EXPECT_TRUE(run[1].has_failed());
     EXPECT_EQ(run.last_message(1),
-              "it is not known whether the checkpoint of step 10 is whole: worker 0 rank 0 does not say");
+              "it is not known whether the checkpoint of step 10 is whole: worker 0 rank 0 has not answered");
     EXPECT_EQ(run.files(1), "state_00000010_00001.bin ") << "the others may have theirs";
 }
 

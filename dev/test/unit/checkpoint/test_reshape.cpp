@@ -466,7 +466,7 @@ TEST(Reshape, with_as_many_workers_each_goes_on_with_what_was_its_own) {
         EXPECT_EQ(now.fields().count("tokens"), uint64_t(1000 + worker));
         EXPECT_EQ(now.fields().count("data.row"), 7u);
         EXPECT_EQ(now.fields().real("total.waited_seconds"), 0.5 + worker);
-        EXPECT_TRUE(contains(now.all_notes(), "2 x 2 processes (workers x ranks) goes on in 2 x 1\n"
+        EXPECT_TRUE(contains(now.all_notes(), "2 x 2 processes (workers x ranks) is resumed by 2 x 1\n"
                                               "carried over: parameters, global parameters, outer momentum, "
                                               "residuals of error feedback and the inner optimizer's moments\n"));
     }
@@ -592,7 +592,8 @@ TEST(Reshape, a_snapshot_in_mid_exchange_becomes_what_the_run_would_have_ended_w
          })) {
         ASSERT_EQ(error, "");
     }
-    const char* merged[] = {"merged at once: 2; 1 not, for they were not finite", "merged at once: 0; 1 not"};
+    const char* merged[] = {"merged at once: 2; discarded, because not finite: 1",
+                            "merged at once: 0; discarded, because not finite: 1"};
     for (int worker = 0; worker < 2; worker++) {
         const NewWorker now = reshape(folder.name(), from, slower, worker);
         EXPECT_EQ(ends[worker].size(), 5u);
@@ -615,7 +616,7 @@ TEST(Reshape, what_was_in_flight_and_not_finite_is_left_out) {
     for (const char* kind : {"master", "params", "global", "momentum"}) {
         EXPECT_TRUE(same_bits(now.model(kind), model_values(kind, 1))) << kind;
     }
-    EXPECT_TRUE(contains(now.all_notes(), "merged at once: 0; 1 not, for they were not finite"));
+    EXPECT_TRUE(contains(now.all_notes(), "merged at once: 0; discarded, because not finite: 1"));
 }
 
 TEST(Reshape, owners_residuals_stay_only_where_owners_own_what_they_did) {

@@ -350,7 +350,7 @@ TEST(ResumePoint, a_folder_that_cannot_be_read_is_the_same_error_on_all) {
     write_bytes(folder / "file", "");
     EXPECT_EQ(agreement_of({2, 1}, {folder.name(), folder / "file"}).result,
               "error: worker 1 rank 0 cannot read the folder " + folder / "file" +
-                  " (Not a directory): see to that, or give it another -o");
+                  " (Not a directory): make it readable, or give another -o");
 }
 
 TEST(ResumePoint, a_checkpoint_that_cannot_be_opened_now_is_not_passed_over) {
@@ -367,7 +367,7 @@ TEST(ResumePoint, a_checkpoint_that_cannot_be_opened_now_is_not_passed_over) {
         const std::string result = agreement_in(folder.name(), shape).result;
         EXPECT_EQ(result, "error: worker 0 rank 0 cannot read the folder " + folder.name() + " (" +
                               std::filesystem::path(path).filename().string() +
-                              ": Too many levels of symbolic links): see to that, or give it another -o");
+                              ": Too many levels of symbolic links): make it readable, or give another -o");
         std::filesystem::remove(path);
         std::filesystem::create_symlink(folder / "gone", path);  // known to be gone: the step before is taken
         const std::string without = agreement_in(folder.name(), shape).result;

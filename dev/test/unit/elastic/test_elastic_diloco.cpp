@@ -529,7 +529,8 @@ TEST(ElasticDiloco, a_worker_that_was_not_counted_follows_global_and_has_the_res
         plan.last = 120;
         MemoryStore store;
         Endings endings(3);
-        std::atomic<bool> has_followed{false};
+        std::atomic<bool> has_followed{false}, has_sent_again{false};
+        std::vector<uint64_t> tokens_at(size_t(plan.last) + 1);  // of worker 2, after each step
         expect_no_errors(run_members(3, [&](int worker) {
             Member member(plan, store, worker);
             long step = member.begin();
@@ -538,6 +539,8 @@ TEST(ElasticDiloco, a_worker_that_was_not_counted_follows_global_and_has_the_res
             member.waiting = [&] { member.is_cut = member.is_cut && !store.has("/entry", "3"); };
             while (step < plan.last) {
                 member.move(++step);
+                // Also of steps that it may jump over now.
+                if (worker == 2) { std::fill(&tokens_at[size_t(step)], &tokens_at.back() + 1, member.tokens); }
                 if (worker == 2 && step == 26) {
                     residuals = member.section("residuals");
                     member.is_cut = true;
@@ -552,6 +555,8 @@ TEST(ElasticDiloco, a_worker_that_was_not_counted_follows_global_and_has_the_res
                 }
                 member.after(*member.loop, step);
                 if (worker != 2 && step == 27) { wait_until([&] { return has_followed.load(); }); }
+                if (worker != 2 && step == 45) { wait_until([&] { return has_sent_again.load(); }); }
+                has_sent_again = has_sent_again || (worker == 2 && step == 46);
                 if (worker != 2 || local.empty()) { continue; }
                 has_followed = true;
                 ASSERT_EQ(member.reports[3].sync, 3);
@@ -573,6 +578,18 @@ TEST(ElasticDiloco, a_worker_that_was_not_counted_follows_global_and_has_the_res
         }));
         expect_one_history(endings);
         ASSERT_GT(endings[2].reports.size(), 4u);
+        // Its tokens in a mean are those since it was last counted for this fragment.
+        uint64_t before[3] = {};
+        int times = 0;
+        for (const SyncReport& report : endings[0].reports) {
+            for (const auto& one : report.log->contributors) {
+                if (one.worker != 2) { continue; }
+                const uint64_t now = tokens_at[size_t(report.send_step)];
+                EXPECT_EQ(one.tokens, now - std::exchange(before[report.fragment], now));
+                times += report.fragment == 1;
+            }
+        }
+        EXPECT_GT(times, 1);
     }
 }
 

@@ -21,25 +21,25 @@ TEST(Mfu, flops_of_a_large_model_do_not_overflow) {
 }
 
 TEST(Mfu, a_gpu_has_the_dense_rate_of_its_data_sheet) {
-    EXPECT_EQ(promised_flops("NVIDIA H200", true), 989.4e12);
-    EXPECT_EQ(promised_flops("NVIDIA H200 NVL", true), 835.5e12);
-    EXPECT_EQ(promised_flops("NVIDIA H100 80GB HBM3", true), 989.4e12);
-    EXPECT_EQ(promised_flops("NVIDIA H100 PCIe", true), 756e12);
-    EXPECT_EQ(promised_flops("NVIDIA GH200 480GB", true), 989.4e12);
-    EXPECT_EQ(promised_flops("NVIDIA B200", true), 2250e12);
-    EXPECT_EQ(promised_flops("NVIDIA GB200", true), 2500e12);
-    EXPECT_EQ(promised_flops("NVIDIA A100-SXM4-80GB", true), 312e12);
-    EXPECT_EQ(promised_flops("A100-SXM4-40GB", true), 312e12);  // as drivers had it until 2021
-    EXPECT_EQ(promised_flops("NVIDIA GeForce RTX 4090", true), 165.2e12);
-    EXPECT_EQ(promised_flops("NVIDIA L40S", true), 362.05e12);
+    EXPECT_EQ(peak_flops("NVIDIA H200", true), 989.4e12);
+    EXPECT_EQ(peak_flops("NVIDIA H200 NVL", true), 835.5e12);
+    EXPECT_EQ(peak_flops("NVIDIA H100 80GB HBM3", true), 989.4e12);
+    EXPECT_EQ(peak_flops("NVIDIA H100 PCIe", true), 756e12);
+    EXPECT_EQ(peak_flops("NVIDIA GH200 480GB", true), 989.4e12);
+    EXPECT_EQ(peak_flops("NVIDIA B200", true), 2250e12);
+    EXPECT_EQ(peak_flops("NVIDIA GB200", true), 2500e12);
+    EXPECT_EQ(peak_flops("NVIDIA A100-SXM4-80GB", true), 312e12);
+    EXPECT_EQ(peak_flops("A100-SXM4-40GB", true), 312e12);  // as drivers had it until 2021
+    EXPECT_EQ(peak_flops("NVIDIA GeForce RTX 4090", true), 165.2e12);
+    EXPECT_EQ(peak_flops("NVIDIA L40S", true), 362.05e12);
 }
 
 TEST(Mfu, an_fp32_build_is_compared_with_what_its_matmuls_use) {
     for (MatmulPrecision tf32 : {MatmulPrecision::medium, MatmulPrecision::high}) {
-        EXPECT_EQ(promised_flops("NVIDIA A100-SXM4-80GB", false, tf32), 156e12);
+        EXPECT_EQ(peak_flops("NVIDIA A100-SXM4-80GB", false, tf32), 156e12);
     }
-    EXPECT_EQ(promised_flops("NVIDIA A100-SXM4-80GB", false, MatmulPrecision::highest), 19.5e12);
-    EXPECT_EQ(promised_flops("NVIDIA A100-SXM4-80GB", true, MatmulPrecision::highest), 312e12);
+    EXPECT_EQ(peak_flops("NVIDIA A100-SXM4-80GB", false, MatmulPrecision::highest), 19.5e12);
+    EXPECT_EQ(peak_flops("NVIDIA A100-SXM4-80GB", true, MatmulPrecision::highest), 312e12);
 }
 
 // Another GPU, or a part of one, has no rate, however similar its name is.
@@ -48,8 +48,8 @@ TEST(Mfu, the_rate_of_a_gpu_that_is_not_known_is_not_invented) {
                              "NVIDIA GB10", "NVIDIA H100", "NVIDIA H100 80GB HBM3 MIG 3g.40gb",
                              "NVIDIA A40-48Q", "Tesla V100-SXM2-16GB", "NVIDIA GeForce RTX 4090 Laptop GPU",
                              "NVIDIA GeForce RTX 4090 D", "NVIDIA NVIDIA H200", "AMD Instinct MI300X"}) {
-        EXPECT_EQ(promised_flops(name, true), std::nullopt) << name;
-        EXPECT_EQ(promised_flops(name, false), std::nullopt) << name;
+        EXPECT_EQ(peak_flops(name, true), std::nullopt) << name;
+        EXPECT_EQ(peak_flops(name, false), std::nullopt) << name;
     }
 }
 

@@ -1000,7 +1000,7 @@ TEST(Meeting, processes_missing_after_the_time_limit_are_named) {
     auto processes = start_processes(2, [&](int i) -> std::string {
         try {
             member(folder.name(), 2 * i, 4, 0.5).meet();
-        } catch (const OthersAbsent& error) { return error.what(); }
+        } catch (const TemporaryFailure& error) { return error.what(); }
         return "accepted";
     });
     for (auto& process : processes) { EXPECT_EQ(process.wait(20), 0); }

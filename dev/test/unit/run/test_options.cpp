@@ -640,7 +640,7 @@ TEST(OptionChecks, combinations_that_make_no_run_are_refused) {
     for (const Mistake& c : {Mistake{"-d 17", "-d 17 tokens"},
                              {"-y 1", "-y 1 resumes"},
                              {"-n 5", "-n 5 writes"},
-                             {"-n 5 -o out --workers 2 -H 9 --overlap 5", "a checkpoint every 5 steps"},
+                             {"-n 5 -o out --workers 2 -H 9 --overlap 5", "-n 5 must be larger than the 5 steps"},
                              {"-h 1 --hellaswag-data x -v 0", "-v 0 has none"},
                              {"-sl 12", "-sl and -sg of 12"},
                              {"--grace 3", "--grace is for elastic workers"},

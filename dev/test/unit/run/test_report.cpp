@@ -53,11 +53,13 @@ TEST(Report, a_bucket_is_asked_as_often_as_was_counted_and_that_has_its_price) {
 
 TEST(Report, rates_are_the_plan_in_megabits_at_the_measured_step_time) {
     const std::vector<Fragment> fragments = make_fragments(2, 3, 1, FragmentPattern::strided, 30);
-    const std::string line = rates(fragments, {1000000, 1000000, 3000000}, 30, 5, 0.5);
+    const std::string line = rates(fragments, {1000000, 1000000, 3000000}, 30, 5, 0.5, 1);
     EXPECT_EQ(line, "at 0.5 s a step a process sends 2.667 Mbit/s on average and 48 Mbit/s in the step that "
                     "sends most; with an overlap of 5 a link of 9.6 Mbit/s keeps up");
-    EXPECT_EQ(rates(fragments, {1000000, 1000000, 3000000}, 30, 0, 0.5),
+    EXPECT_EQ(rates(fragments, {1000000, 1000000, 3000000}, 30, 0, 0.5, 1),
               line.substr(0, line.find(';')));
+    EXPECT_EQ(rates(fragments, {1000000, 1000000, 3000000}, 30, 5, 0.5, 3),  // an elastic worker of three
+              line.substr(0, line.find("9.6")) + "28.8 Mbit/s keeps up");
 }
 
 TEST(Report, what_is_sent_in_a_period_is_every_fragment_once_at_its_offset) {

@@ -201,13 +201,12 @@ TEST(PlaceKeeper, WhatItsThreadThrowsDoesNotEndTheProcess) {
         meeting->meet();
         PlaceKeeper keeper(std::move(meeting), true);
         store->is_broken = true;
-        for (int i = 0; i < 50 && store->asked == 0; i++) { pause_for(0.1); }
-        pause_for(0.1);
-        fprintf(stderr, "asked %d times\n", store->asked.load());
+        for (int i = 0; i < 100 && store->asked < 2; i++) { pause_for(0.1); }  // it tries again
+        fprintf(stderr, "asked %s\n", store->asked < 2 ? "once" : "again");
         fflush(stderr);
     });
     EXPECT_EQ(end.status, 0);
-    EXPECT_EQ(end.said, "asked 1 times\n");
+    EXPECT_EQ(end.said, "asked again\n");
 }
 
 TEST(Watchdog, AFailureThatIsWrittenDownEndsAWaitWithinSeconds) {

@@ -490,7 +490,7 @@ TEST(Snapshot, one_of_other_fragments_or_another_schedule_is_refused) {
         }, plan);
     };
     EXPECT_EQ(with("fragments", "3"), "");
-    EXPECT_TRUE(contains(with("fragments", "4"), "is of 4 fragments, and here are 3: "));
+    EXPECT_TRUE(contains(with("fragments", "4"), "has 4 fragments, and this run has 3: "));
     for (const auto& [name, value] : std::vector<std::pair<const char*, const char*>>{
              {"in_flight.0.values", "128"}, {"in_flight.1.sync", "4"}, {"in_flight.1.send_step", "9"},
              {"in_flight.1.send_step", "15"}, {"in_flight.1.send_step", "5"}}) {
@@ -508,7 +508,7 @@ TEST(Snapshot, one_of_other_fragments_or_another_schedule_is_refused) {
         fields.set("in_flight.0.send_step", 8L);
         fields.set("in_flight.0.values", 384L);
         member.diloco.restore(saved, fields, member.main);
-    }, plan), "of 384 values, on its way as sync 4 since step 8"));
+    }, plan), "of 384 values, in flight as sync 4 since step 8"));
     for (const char* name :
          {"in_flight", "in_flight.0.fragment", "in_flight.1.cosines", "in_flight.1.not_finite"}) {
         for (const char* value : {"-1", "5"}) {
