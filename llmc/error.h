@@ -27,13 +27,13 @@ struct RunError : std::runtime_error {
     int status;
 };
 
-const int temporary_status = 75;
+const int retry_status = 75;
 // The status of a process whose place another one has taken. It must not be restarted: that would end the
 // other.
 const int replaced_status = 76;
 
 inline int exit_status(const std::exception& error) {
-    if (dynamic_cast<const TemporaryFailure*>(&error)) { return temporary_status; }
+    if (dynamic_cast<const TemporaryFailure*>(&error)) { return retry_status; }
     if (dynamic_cast<const UserError*>(&error)) { return 2; }
     const RunError* const run_error = dynamic_cast<const RunError*>(&error);
     return run_error ? run_error->status : 1;

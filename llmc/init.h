@@ -8,8 +8,7 @@
 #include "llmc/random.h"
 
 // GPT-2's initial parameters: weights N(0, 0.02^2), projections into the residual stream divided by
-// sqrt(2 L), LayerNorm weights 1, biases 0. Every machine computes the same bits.
-// flat: (layout.size), all written
+// sqrt(2 L), LayerNorm weights 1, biases 0. Every machine computes the same bits.   flat: (layout.size)
 inline void init_parameters(float* flat, const GptShape& shape, const Layout& layout, uint64_t seed) {
     const float residual_scale = 1.0f / sqrtf(2.0f * float(std::max(1, shape.layers)));
     std::fill(flat, flat + layout.size, 0.0f);

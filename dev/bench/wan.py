@@ -367,9 +367,10 @@ def bar_text(rows):
     for row in slow:
         other = rows.get((fp4, row.line))
         if other:
+            kept = [f"{percent(share)} by {what} ({'at least' if share >= 0.95 else 'NOT'} 95%)"
+                    for what, share in (("waits", other.busy), ("tokens/s", other.measured)) if share is not None]
             texts.append(f"{line_text(row.line)} at {row.line.round_trip_ms:g} ms: data-parallel keeps "
-                         f"{percent(row.measured)}, streaming with four bits and tau 5 keeps "
-                         f"{percent(other.measured)}: {'at least' if other.measured >= 0.95 else 'NOT'} 95%.")
+                         f"{percent(row.measured)}, streaming with four bits and tau 5 keeps {', '.join(kept)}.")
     return "\n".join(texts)
 
 

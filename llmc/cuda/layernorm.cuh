@@ -185,9 +185,8 @@ inline void fused_residual_forward(floatX* residual, floatX* normed, float* mean
     launch_layernorm<true>(residual, normed, mean, rstd, inp1, inp2, weight, bias, N, C, stream);
 }
 
-// The number of blocks depends on N and C alone, so that the order of sums is the same on every GPU. Some
-// 100,000 threads fill today's largest GPU. For rows with many channels, 256 blocks keep the partial sums
-// much smaller than the rows.
+// The number depends on N and C alone, so the order of sums is the same on every GPU. 100,000 threads fill
+// today's largest GPU. For rows with many channels, 256 blocks keep the partial sums smaller than the rows.
 inline int layernorm_backward_blocks(int N, int C) {
     return std::min(N, std::clamp(1024 * 768 / C, 256, 1024));
 }

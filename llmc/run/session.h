@@ -206,7 +206,6 @@ struct Session {
 
 private:
     static void check_given_up(const std::string& why) {
-        const char* const what_to_do = ": -y 1 resumes from the last checkpoint";
-        if (!why.empty()) { throw RunError(why + what_to_do, temporary_status); }
+        if (!why.empty()) { throw RunError(why + ": -y 1 resumes from the last checkpoint", retry_status); }
     }
 };

@@ -6,8 +6,7 @@
 //     EvalBatches batches(set, B, max_T, rank, ranks);
 //     batches.score_all([&](const EvalBatch& batch, float* losses) { ... the loss of each target: (B,T) });
 //
-// Rank i mod R takes example i. The accuracy is the sum of correct() over all ranks, divided by the number of
-// examples.
+// Rank i mod R takes example i. The accuracy is the sum of all ranks' correct() over the number of examples.
 #pragma once
 #include <algorithm>
 #include <limits>
