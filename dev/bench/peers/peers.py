@@ -13,6 +13,7 @@ delete its line. Workers write metrics.jsonl as the trainer does (the peers thro
 bytes at each worker's interface, and worker 1 is killed in the middle of the runs named "killed".
 """
 import contextlib
+import datetime
 import json
 import math
 import os
@@ -26,7 +27,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT / "dev/bench"), str(ROOT / "dev/break/chaos")]
-from runs import above_zero, check_report, command_of, first_missing, run_missing  # finds dev/tools, too
+from runs import above_zero, check_report, command_of, first_missing, machine, run_missing  # finds dev/tools, too
 from fleet import end
 from metrics import GrowingLog, Parser, UserError, exit_status, log_name
 from redis_server import RedisServer
@@ -295,7 +296,7 @@ def run_job(arguments, number, one):
     folder, begun = arguments.out / f"{number:03}-{one.name}", time.monotonic()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    record = asdict(one)
+    record = {**asdict(one), "machine": machine(), "date": str(datetime.date.today())}
     with Sites(store_lines(LINES[one.line]), relay=arguments.relay) as sites, \
             contextlib.closing(Run(one, arguments, folder, sites)) as run:
         try:

@@ -1,11 +1,10 @@
 """The report and the figure of peers.py, from its finished runs."""
-import datetime
 import os
 import statistics
 from dataclasses import dataclass
 
 import peers
-from runs import machine, markdown
+from runs import markdown
 
 MARKS = "# user: from here", "# user: to here"
 
@@ -130,9 +129,11 @@ def text_of(records, scale, installed):
     lines = [[one.title, *(one.texts[name].replace("|", "/") for name in peers.TITLES),
               better(one) if one.values else "-"] for one in [*rows, same]]
     own, asked = peers.SCALES[scale], peers.jobs_of(scale, list(peers.TITLES))
+    made = [one for one in records if one["scale"] == scale]
+    machines = sorted({one["machine"] for one in made})
     missing = sum(peers.made(records, one) is None for one in asked)
-    text = [f"`PEERS=1 make bench-peers{' ARGUMENTS=--quick' if scale == 'quick' else ''}`, {machine()}, "
-            f"{datetime.date.today()}: the demo's model (4 layers of 128 channels) from the same initial bits, with "
+    text = [f"`PEERS=1 make bench-peers{' ARGUMENTS=--quick' if scale == 'quick' else ''}`, {', '.join(machines)}, "
+            f"{max(one['date'] for one in made)}: the demo's model (4 layers of 128 channels) from the same initial bits, with "
             f"the same rows in the same order and the same rates, two workers, H = {peers.H}, {peers.FRAGMENTS} "
             f"fragments, {own.steps} steps. Each worker and the store (or lighthouse) is in a network namespace of "
             "its own, behind an emulated line. The workers share two cores with whatever else the machine does: "

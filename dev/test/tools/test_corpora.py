@@ -432,6 +432,10 @@ def test_hellaswag_is_in_the_vocabulary_of_the_models_corpus(capsys, tmp_path):
     (corpus / "tokenizer.json").unlink()
     message = failed_here(capsys, "hellaswag", [*arguments[:4], "--out", tmp_path / "other"], source)
     assert "does not say how text becomes tokens" in message
+    before = contents(tmp_path / "out")
+    (tmp_path / "plays").mkdir()
+    message = failed("tinyshakespeare.py", "--from", tmp_path / "plays", "--out", tmp_path / "out")
+    assert "holds another corpus" in message and contents(tmp_path / "out") == before
     message = failed("hellaswag.py", "--tokenizer", "bpe:300")
     assert "give the folder of the corpus that the model was trained on" in message
 
@@ -734,6 +738,8 @@ def test_a_part_of_fineweb_is_its_beginning_and_can_be_gone_on_with(parquet, und
     whole = numpy.concatenate([shard(path) for path in sorted(undisturbed.glob("fineweb_train_*.bin"))])
     assert (numpy.concatenate(parts) == whole[:tokens]).all()
     assert "already there" in made("fineweb.py", *arguments, "--max-tokens", tokens)
+    if tokens == 12000:  # fewer than it has: that is not all
+        made("fineweb.py", *arguments, "--max-tokens", 10000)
     made("fineweb.py", *arguments)
     assert without_record(tmp_path / "out") == without_record(undisturbed)
     assert "already there" in made("fineweb.py", *arguments, "--max-tokens", tokens)

@@ -3,13 +3,14 @@ import json
 import os
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
 from conftest import ROOT, TRAINER
 from test_evaluation import eval_set, random_examples
 
-from metrics import GrowingLog, UserError, read_run  # noqa: E402
+from metrics import GrowingLog, UserError, labels, read_run  # noqa: E402
 
 STREAMING = {"--workers": 2, "-H": 6, "--fragment-layers": 1, "--overlap": 2, "-x": 20, "-v": 10, "-m": 1,
              "-n": 10}
@@ -97,6 +98,11 @@ def steps(first, last, loss=1.0):
 
 def numbers(rows):
     return [row["step"] for row in rows]
+
+
+def test_runs_are_named_by_the_shortest_ends_of_their_paths_that_differ():
+    assert labels([Path("/a/x"), Path("/a/y")]) == ["x", "y"]
+    assert labels([Path("/runs/log"), Path("/log")]) == ["runs/log", "log"]  # relative, since files are named so
 
 
 def test_a_growing_log_gives_each_line_once_and_waits_for_the_end_of_one(tmp_path):

@@ -19,7 +19,8 @@ NEAR = next(iter(peers.LINES))
 def record(name, line=NEAR, seed=1, killed=False, scale="quick", **more):
     values = {"failed": "no route"} if more.get("failed") else {"loss": 2.0 + seed / 10}
     values |= {"stall": 1.5} if killed else {"bytes": [1000, 3000], "waited": 0.25, "equal": True}
-    return {"name": name, "line": line, "seed": seed, "killed": killed, "scale": scale, **values, **more}
+    return {"name": name, "line": line, "seed": seed, "killed": killed, "scale": scale, "machine": "2 cores of a CPU",
+            "date": "2026-11-26", **values, **more}
 
 
 def cells(text, title):

@@ -455,6 +455,16 @@ def test_changes_are_listed_once_in_order_and_as_far_as_there_is_room(elastic):
         assert len(lines) <= height and lines[9:] == (["", expected[-1]] if height == 11 else [])
 
 
+def test_a_checkpoint_of_an_elastic_run_is_one_that_all_workers_have(elastic):
+    assert view_of(elastic).whole_checkpoint() is None
+    for worker, step in enumerate((80, 60, 100)):
+        (elastic / f"worker_{worker}").mkdir()
+        (elastic / f"worker_{worker}" / f"DONE_{step:08}").touch()
+    assert view_of(elastic).whole_checkpoint() == 60
+    (elastic / "worker_3").mkdir()
+    assert view_of(elastic).whole_checkpoint() is None
+
+
 def test_in_an_elastic_run_the_foremost_says_how_far_the_run_is(elastic):
     write(elastic, 1, steps(101, 140))
     write(elastic, 2, [event("gone", 2, "worker 2 is gone", 42)])
