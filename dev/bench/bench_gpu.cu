@@ -214,7 +214,7 @@ inline void serve_steps(Bench& x) {
     JsonLine about;
     about.field("device", gpu).field("batch", x.B).field("seq_len", x.T).field("recompute", x.model.recompute)
         .field("flops_per_token", model_flops_per_token(x.shape, x.layout.values, x.T))
-        .field("promised_flops", promised_flops(gpu, sizeof(floatX) == 2).value_or(NAN));
+        .field("peak_flops", peak_flops(gpu, sizeof(floatX) == 2).value_or(NAN));
     printf("%s\n", about.str().c_str());
     fflush(stdout);
     for (int steps; std::cin >> steps;) {

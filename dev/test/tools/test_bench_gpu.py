@@ -101,10 +101,10 @@ def test_a_user_s_mistake_is_one_line(words, message):
 def test_mfu_is_the_flops_of_a_token_over_the_promised_ones():
     sys.path.insert(0, str(SCRIPT.parent))
     import bench_gpu
-    gpt2 = {"flops_per_token": 803478528, "promised_flops": 989.4e12}
+    gpt2 = {"flops_per_token": 803478528, "peak_flops": 989.4e12}
     measured = {"batch": 64, "seq_len": 1024}
     row, rate = bench_gpu.speed(measured, [163.84], gpt2)
     assert rate == pytest.approx(400000)
     assert row.split()[-2:] == ["321.4", "32.5%"]
-    row, _ = bench_gpu.speed(measured, [163.84], {**gpt2, "promised_flops": None})
+    row, _ = bench_gpu.speed(measured, [163.84], {**gpt2, "peak_flops": None})
     assert row.split()[-2:] == ["321.4", "-"]
