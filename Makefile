@@ -8,7 +8,7 @@
 # make bench-cpu   speed on this CPU (PEERS=1: and PyTorch's; ARGUMENTS=--quick: a trial)
 # make bench-gpu   speed on this machine's GPU (PARTS="d12 layers": only these)
 # make bench-formats        what the wire formats lose, and their speed (DELTAS="BEFORE.bin AFTER.bin")
-# make bench-wire-quality   what they cost in validation loss: three hours
+# make bench-wire-quality   what they cost in validation loss: 40 minutes (Xeon) to three hours (EPYC)
 # make bench-quality        what distant workers cost in validation loss: ten hours
 # make bench-wan            how much of its speed a run keeps over slow lines (root): 63 runs
 # make bench-uneven         workers that are slower, lost or far from their store (root)

@@ -156,8 +156,8 @@ inline std::string plan(const DilocoOptions& options, const std::vector<Fragment
 
 // The plan in Mbit/s, once the duration of a step is known: a line for people.
 // bytes: that a process sends in a sync, by fragment
-// passes: how often as many bytes pass its line in a sync, one after another: once in lock-step, where it
-// sends and receives at the same time; over a store once up, and once down for each other worker
+// passes: how many times as many bytes cross its link in a sync, one after another: once in lock-step, where
+// it sends and receives at the same time; over a store once up, and once down for each other worker
 inline std::string rates(const std::vector<Fragment>& fragments, const std::vector<size_t>& bytes, long H,
                          long overlap, double step_seconds, int passes) {
     const std::vector<size_t> sent = sent_in_period(fragments, bytes, H);

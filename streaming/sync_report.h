@@ -16,7 +16,7 @@
 struct LogReport {
     struct Contributor {
         int worker;
-        uint64_t tokens;  // trained on since its last send of the fragment
+        uint64_t tokens;  // trained on since its last send of the fragment that counted
     };
     std::vector<Contributor> contributors;  // ascending; none: all workers skip the sync
     bool counted = false;                   // this worker is among them

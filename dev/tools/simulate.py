@@ -319,11 +319,12 @@ def parse_arguments(words):
     model.add_argument("--timing", choices=("trainer", "paper"), default="trainer",
                        help="whose model of time (trainer)")
     arguments = parser.parse_args(words)
-    of_run = ("parameters", "embedding", "layers", "step_time", "inner_steps", "fragment_layers", "fragment_pattern",
-              "overlap", "outer_dtype", "plain_dtype", "timing")
-    given = [name for name in of_run if getattr(arguments, name) != parser.get_default(name)]
+    of_model = ("parameters", "embedding", "layers", "step_time", "inner_steps", "fragment_layers", "fragment_pattern",
+                "overlap", "outer_dtype", "plain_dtype", "timing")
+    parser.set_defaults(**dict.fromkeys(of_model))
+    given = [name for name in of_model if getattr(parser.parse_args(words), name) is not None]
     if given and (arguments.run or arguments.plan):
-        raise UserError(f"--{given[0].replace('_', '-')} is the measured run's own: leave it out (--plan tries others)")
+        raise UserError(f"--{given[0].replace('_', '-')} is not for a measured run: leave it out (--plan tries others)")
     return arguments
 
 

@@ -191,8 +191,8 @@ private:
             const bool failed = store->try_get("cause").has_value();
             if (std::optional<std::string> value = store->try_get(key)) { return *value; }
             if (failed || patience.is_over()) {
-                const std::string silent =
-                    format("has been silent for %.0f s (--timeout)", patience.waited());
+                const std::string silent = format("has been silent for %.0f s (%s--timeout)",
+                                                  patience.waited(), limits == 2 ? "twice " : "");
                 const Cause cause = record_cause(*store, {member(from), silent});
                 throw CommError(-1, cause.text());
             }

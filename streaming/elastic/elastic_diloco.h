@@ -311,7 +311,7 @@ private:
         return hashes[size_t(p)] = shard.hash(p, *now.main);
     }
 
-    // A worker that has not trained since its last send has no payload.
+    // A worker that has not trained since its last send that counted has no payload.
     void encode(long number) override {
         const Stopwatch work{shard_seconds};
         Stream& main = *now.main;

@@ -41,8 +41,8 @@ public:
     bool listens() const;
     double patience = 0;  // set by listen(): seconds of LogStore::await; 0: the answers are there
 
-    // To be called at the end of `step`, and again as long as it says to wait. Before the first step, with the
-    // last step that is done: then it says to wait until this worker has a place in the run.
+    // To be called at the end of `step`, and again as long as it says to wait. Before the first step, with
+    // the last step that is done: then it says to wait until this worker has a place in the run.
     LogTurn turn(long step, double now);
 
     // After the last step, in place of turn(). All that was sent until then is due now; at the end global
@@ -76,7 +76,7 @@ public:
     Incarnation incarnation() const { return me; }  // number 0: not registered yet
     const LogStop& stopped() const { return end; }
     bool is_running() const { return phase == Phase::running; }
-    // Why a wait may never end: the store does not answer, or nobody can give the snapshot. "": it will end.
+    // Why a wait may never end: the store does not answer, or nobody can give the snapshot. "": neither.
     std::string helpless() const {
         if (is_cut_off || (listens() && !listen_trouble.empty())) {
             const std::string& why = is_cut_off ? trouble : listen_trouble;

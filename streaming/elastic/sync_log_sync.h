@@ -254,7 +254,7 @@ inline std::vector<StoreRequest> SyncLog::listen() {
         }
         listened_for.push_back(
             {{StoreRequest::decision, run(), std::to_string(slot.sync), me.text()},
-             [decisions, sync = slot.sync](const StoreAnswer& answer, double) { (*decisions)[sync] = answer; }});
+             [decisions, at = slot.sync](const StoreAnswer& answer, double) { (*decisions)[at] = answer; }});
     }
     const auto learn_all = [this, decisions, open = newest_open](const StoreAnswer& answer, double now) {
         check_generation(answer);
@@ -358,7 +358,7 @@ inline void SyncLog::tell_of_few(Slot& slot, const StandingLines& standing, doub
     const std::string holders = in_words(holders_of_hashes(standing));
     if (are_split && int(standing.size() + slot.closed.size()) >= options.workers) {
         end.diverged = true;
-        return stop("no global parameters have a majority, though all workers have sent (" + holders + ")");
+        return stop("no global parameters have a majority, and no worker can still send (" + holders + ")");
     }
     const std::string what =
         are_few ? format("%zu of at least %d workers have sent", standing.size(), options.elastic.min_workers)

@@ -20,7 +20,7 @@ struct SyncLogOptions {
     long overlap = 1;                    // tau
     long last_step = 1'000'000'000'000;  // of the run
     double timeout = 600;                // seconds that a worker waits for a store that does not answer
-    bool checkpoints = true;             // payloads are kept until min(2, min_workers) have passed them
+    bool checkpoints = true;             // payloads wait for those of min(2, min_workers) workers
     std::string spool_folder = "";       // where a snapshot lies that is given or taken (Spool)
     size_t chunk = 64 << 20;             // bytes of a payload in one value
     size_t in_line = 0;                  // a payload of up to so many bytes is a part of its line (a bucket)
@@ -101,7 +101,7 @@ struct LogPulse {
 // not. Each worker tells what it sees itself.
 
 //   too_few           it waits for --min-workers to send, for a majority on one hash, or for a snapshot, or
-//                     goes on with half of the workers or fewer
+//                     continues with half of the workers or fewer
 //   decided, applied  this worker has decided, or applied, a sync, whether or not it was counted in it
 //   snapshot_put_off  that this worker was about to give
 //   late              for a sync that it had promised to be in time for; also of this worker

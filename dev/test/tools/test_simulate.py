@@ -496,8 +496,8 @@ def test_general_and_papers_table_agree_where_they_say_the_same():
       "store"], "has no store"),
     (["--parameters", "1e9", "--layers", "24", "--step-time", "1s", "--outer-exchange", "all_to_all",
       "--outer-transport", "store"], "all_to_all is for workers in lock-step"),
-    (["--run", "log", "--link", "1mbit", "--overlap", "5"], "--overlap is the measured run's own"),
-    (["--plan", "log", "--link", "1mbit", "-H", "30"], "--inner-steps is the measured run's own"),
+    (["--run", "log", "--link", "1mbit", "--overlap", "5"], "--overlap is not for a measured run"),
+    (["--plan", "log", "--link", "1mbit", "-H", "100"], "--inner-steps is not for a measured run"),
     (["--rtt", "-1ms", "--paper"], "--rtt")])
 def test_wrong_options_are_the_users_mistake(words, what):
     with pytest.raises(simulate.UserError, match=what):
