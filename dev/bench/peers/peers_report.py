@@ -136,7 +136,8 @@ def text_of(records, scale, installed):
             f"{max(one['date'] for one in made)}: the demo's model (4 layers of 128 channels) from the same initial "
             "bits, with the same rows in the same order and the same rates, two workers, "
             f"H = {peers.H}, {peers.FRAGMENTS} fragments, {own.steps} steps. Each worker and the store (or lighthouse) "
-            "is in a network namespace of its own, behind an emulated line. The workers share two cores with whatever else the machine does: "
+            "is in a network namespace of its own, behind an emulated line. The workers share two cores with whatever "
+            "else the machine does: "
             "**times compare the programs of this page with each other, and nothing else**.", "",
             markdown(["", *peers.TITLES.values(), "where a peer is better"], lines), "",
             *notes(scale)]
