@@ -63,7 +63,7 @@ NVCC_ON_PATH = $(call once,NVCC_ON_PATH,$(realpath $(shell command -v nvcc)))
 USUAL_NVCC := /usr/local/cuda/bin/nvcc
 CUDA_HOME ?= $(patsubst %/bin/nvcc,%,$(or $(wildcard $(USUAL_NVCC)),$(NVCC_ON_PATH),$(USUAL_NVCC)))
 NVCC = $(wildcard $(CUDA_HOME)/bin/nvcc)
-NO_NVCC = there is no nvcc in $(CUDA_HOME)/bin: set CUDA_HOME to the folder of the CUDA toolkit
+NO_NVCC = there is no nvcc in $(CUDA_HOME)/bin: set CUDA_HOME=DIR to the folder of the CUDA toolkit
 GPU_COMPILER = $(or $(NVCC),$(error $(NO_NVCC)))
 NCCL_HERE = $(patsubst %/include/nccl.h,%,$(call first_of,$(CUDA_HOME) $(DEPS),include/nccl.h))
 NCCL = $(abspath $(or $(NCCL_HOME),$(NCCL_HERE)))
@@ -106,7 +106,7 @@ gpu_dependencies:
 	@$(if $(ODD_GPUS),echo 'error: $(subst ','\'',$(NO_SUCH_GPU))' >&2; exit 2)
 	@$(call require,cuBLASLt,$(call gpu_links,cublasLt.h,-lcublasLt),it belongs to the CUDA toolkit)
 	@$(if $(and $(NCCL_HOME),$(if $(NCCL_HOME_HAS_IT),,no)),echo "error: $(NO_NCCL_HOME)" >&2; exit 2)
-	@$(call require,NCCL,$(call gpu_links,nccl.h,$(NCCL_LINK)),set NCCL_HOME to its folder)
+	@$(call require,NCCL,$(call gpu_links,nccl.h,$(NCCL_LINK)),set NCCL_HOME=DIR to its folder)
 	@$(call require,CLI11 (CLI/CLI.hpp),$(call gpu_links,CLI/CLI.hpp,),run make setup$(comma) or see DEPS_HOME)
 	@$(call require,xxHash,$(call gpu_links,xxhash.h,-lxxhash),run make setup$(comma) or see DEPS_HOME)
 
