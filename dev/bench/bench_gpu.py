@@ -118,8 +118,8 @@ def speed(about, medians, ours):
     milliseconds = statistics.median(medians)
     rate = about["batch"] * about["seq_len"] / milliseconds * 1e3
     flops = rate * ours["flops_per_token"]
-    promised = ours["peak_flops"]  # none of a GPU that is not known
-    mfu = f"{100 * flops / promised:6.1f}%" if promised else "-"
+    peak = ours["peak_flops"]  # none of a GPU that is not known
+    mfu = f"{100 * flops / peak:6.1f}%" if peak else "-"
     spread = 100 * (max(medians) - min(medians)) / milliseconds
     row = f"{about['batch']:5} {milliseconds:10.2f} {spread:7.2f}% {rate:10.0f} {flops / 1e12:9.1f} {mfu:>8}"
     return row, rate

@@ -51,13 +51,14 @@ inline GptShape resolve_shape(const Options& o, const Tokenizer* tokenizer) {
     return shape;
 }
 
-inline void check_heads(const GptShape& shape) {
+inline void check_gpu_shape(const GptShape& shape) {
+    if (!runs_on_gpu) { return; }
     const int head = shape.channels / shape.heads;
-    if (runs_on_gpu && head != 64 && head != 128) {
+    if (head != 64 && head != 128) {
         throw UserError(format("heads of %d values: attention on GPUs takes 64 or 128, so change --channels "
                                "or --heads", head));
     }
-    if (runs_on_gpu && shape.channels > 8192) {
+    if (shape.channels > 8192) {
         throw UserError(format("%d channels: LayerNorm on GPUs takes at most 8192, so lower --channels",
                                shape.channels));
     }
@@ -68,7 +69,7 @@ inline void check_shape(const GptShape& shape, const Options& o) {
         throw UserError(format("%d channels are not divisible by %d heads: change --channels or --heads",
                                shape.channels, shape.heads));
     }
-    check_heads(shape);
+    check_gpu_shape(shape);
     if (o.seq_len > shape.max_seq_len) {
         throw UserError(
             format("-t %d is more than the model's %d positions: lower -t", o.seq_len, shape.max_seq_len));
@@ -201,7 +202,7 @@ inline TextInputs open_text_inputs(const Options& o) {
                         ": name the one that the model was trained with (--tokenizer)");
     }
     check_tokenizer(*in.tokenizer, in.shape);
-    check_heads(in.shape);
+    check_gpu_shape(in.shape);
     in.prompt = prompt_tokens(*in.tokenizer, o.prompt);
     return in;
 }

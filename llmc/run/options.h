@@ -128,9 +128,8 @@ inline OptionTable option_table(Options& o) {
         {"--matmul-precision", &o.matmul_precision,
          "On the CPU: highest (fp32), high or medium (bf16 where the CPU is fast at it)", Scope::worker,
          one_of({"highest", "high", "medium"})},
-        {"-r,--recompute", &o.recompute,
-         "Recompute in the backward pass: 0 nothing, 1 GELU, 2 GELU and LayerNorm", Scope::worker,
-         CLI::Range(0, 2)},
+        {"-r,--recompute", &o.recompute, "Recompute in the backward pass: 0 nothing, 1 GELU, 2 GELU and "
+         "LayerNorm", Scope::worker, CLI::Range(0, 2)},
         {"--fuse-gelu", &o.fuse_gelu,
          "Fuse GELU into matmuls, on the GPU: 0 no, 1 forward, 2 and backward (-1: 1 on Hopper and server "
          "Blackwell, else 0)", Scope::worker, CLI::Range(-1, 2)},
