@@ -757,6 +757,7 @@ def test_a_worker_that_stands_still_for_less_than_its_beat_may_is_not_gone(worke
 def test_a_worker_that_stands_still_for_longer_than_every_limit_comes_back(workers):
     run = workers(**ENDLESS).start()
     run.wait_until_counted(2)
+    run[0].wait_for(lambda worker: worker.happened("joined", of=2))  # else it is not called gone
     run[2].process.send_signal(signal.SIGSTOP)
     before = run[2].step()
     run[0].wait_for(lambda worker: worker.happened("gone", of=2) and worker.step() >= before + 40)
