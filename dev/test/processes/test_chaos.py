@@ -382,8 +382,8 @@ def test_a_link_passes_commands_holds_them_back_and_traps_them(server):
     assert caught == [packed(["HSETNX", "a/sent/1", "2", "x"])]
     assert ask("HSETNX", "a/sent/1", "2", "x") == b":0\r\n"
     link.cut()
-    threading.Timer(0.3, link.mend).start()
     begin = time.monotonic()
+    threading.Timer(0.3, link.mend).start()
     assert ask("PING") == b"+PONG\r\n" and time.monotonic() - begin > 0.25
     link.trap("HSETNX", "/sent/", lambda send, command: (send(command[:20]), link.drop()))
     assert ask("HSETNX", "a/sent/3", "1", "x") == b""

@@ -70,7 +70,7 @@ class Together:
                     error = running.communicate(timeout=max(1, limit - time.monotonic()))[1]
                     own_lines = [line for line in error.splitlines() if not line.startswith("emulator: ")]
                     ends[process] = (running.returncode, own_lines)
-            assert not self.dies or time.monotonic() - died < 15, "noticed whatever --timeout is"
+            assert not self.dies or time.monotonic() - died < 30, "noticed whatever --timeout is"
             return ends
         finally:
             for running in self.running:

@@ -346,7 +346,8 @@ def fleet_options(tokens, **more):
 def test_a_worker_that_is_killed_comes_back_and_all_end(tokens, tmp_path):
     if lack := redis_server.missing():
         pytest.skip(lack)
-    job = jobs.Job("run", fleet_options(tokens), 3, loses=2)
+    # The steps that are left when it comes back must take longer than its start.
+    job = jobs.Job("run", fleet_options(tokens, **{"-x": 600, "-b": 32}), 3, loses=2)
     with Fleet(TRAINER, job.options, tmp_path / "run", 3) as fleet:
         jobs.play(fleet, job)
     logs = {worker: read_lines(tmp_path / "run" / jobs.log_name(worker)) for worker in range(3)}

@@ -82,7 +82,7 @@ def test_a_line_has_its_rate_its_delay_and_its_losses(far, relay):
 def test_an_unlimited_line_waits_for_nothing(far, relay):
     far(Line())
     found = probe.measure(Line(mtu=9000), 50, 20, relay)
-    assert found["megabits"] > 100 and found["round_trip_ms"] < 20 and found["lost"] == 0
+    assert found["megabits"] > 100 and found["round_trip_ms"] < 40 and found["lost"] == 0
 
 
 def test_what_finds_a_queue_full_is_dropped_and_everything_is_counted(far):
@@ -114,9 +114,9 @@ def test_losses_are_the_same_for_the_same_seed(far):
 
 def test_streams_to_several_sites_share_the_senders_uplink(far):
     one = far(Line(megabits=2, buffer_ms=10000), 3)
+    begin = time.monotonic()
     senders = [subprocess.Popen([*one.inside(0), sys.executable, "-c", BURST, address, "250"])
                for address in one.addresses[1:]]
-    begin = time.monotonic()
     assert [sender.wait() for sender in senders] == [0, 0]
     wait_until(lambda: sum(one.counters(site).packets_received for site in (1, 2)) == 500)
     assert time.monotonic() - begin > 500 * 1028 * 8 / 2e6 * 0.9

@@ -535,6 +535,7 @@ TEST(Checkpointer, a_process_that_finds_the_store_again_waits_little_for_others_
     stores[0]->is_away = true;
     run.begin(0, 10);
     auto waited = std::async(std::launch::async, [&] { run[0].wait(); });
+    for (Patience patience(20); !stores[0]->refused && !patience.is_over();) { patience.pause(); }
     std::this_thread::sleep_for(std::chrono::seconds(1));
     stores[0]->is_away = false;
     waited.get();
@@ -545,7 +546,7 @@ TEST(Checkpointer, a_process_that_finds_the_store_again_waits_little_for_others_
 
 // Old states do not fill the disk, but those stay that may be the newest that all other processes have.
 TEST(Checkpointer, without_the_store_the_newest_stay_and_what_others_may_count_on) {
-    Processes run(2, 1, false, "", 0.4);
+    Processes run(2, 1, false, "", 1.5);
     const auto stores = absent_stores_of(run);
     run.start(1, 40);
     run.checkpoint(10);
@@ -566,7 +567,7 @@ TEST(Checkpointer, without_the_store_the_newest_stay_and_what_others_may_count_o
 }
 
 TEST(Checkpointer, without_the_store_the_first_at_or_after_a_multiple_stays_too) {
-    Processes run(2, 1, false, "", 0.4);
+    Processes run(2, 1, false, "", 1.5);
     const auto stores = absent_stores_of(run);
     run.start(1, 40);
     run.checkpoint(10);

@@ -98,7 +98,9 @@ static void run_mode(const std::string& mode, Process& process) {
     }
     if (mode == "killed" && is_victim) {
         std::thread([&] {
-            std::this_thread::sleep_for(std::chrono::milliseconds(200));
+            for (int i = 0; i < process.size(); i++) {
+                while (!process.store->try_get("training/" + std::to_string(i))) { usleep(10'000); }
+            }
             kill(getpid(), SIGKILL);
         }).detach();
     }
@@ -608,7 +610,7 @@ TEST(Launcher, a_dead_worker_is_named_at_the_other_site) {
     Program first("pids", 2, 1, 0, "file:" + shared.name()), second("pids", 2, 1, 1, "file:" + shared.name());
     const pid_t victim = wait_for_pids(second, 1)[0];
     wait_for_pids(first, 1);
-    std::this_thread::sleep_for(std::chrono::milliseconds(300));
+    std::this_thread::sleep_for(std::chrono::seconds(2));  // until they are connected
     kill(victim, SIGKILL);
     EXPECT_EQ(first.wait(10), 1);
     EXPECT_EQ(first.err, "error: worker 1 rank 0 is gone (its connection was closed)\n");
