@@ -28,7 +28,7 @@ def hellaswag_accuracy(run):
 def skipped_updates(run):
     """All workers' together."""
     return sum(line.get("skipped") is True
-               for worker in range(run.workers) for line in run.of_worker(worker)[0].steps)
+               for worker in run.worker_numbers for line in run.of_worker(worker)[0].steps)
 
 
 def mfu(run):
@@ -68,7 +68,7 @@ def waited(run, worker):
 
 
 def tokens(run):
-    return sum(run.of_worker(worker)[0].steps[-1]["tokens"] for worker in range(run.workers))
+    return sum(run.of_worker(worker)[0].steps[-1]["tokens"] for worker in run.worker_numbers)
 
 
 def tokens_per_second(run):
@@ -101,7 +101,7 @@ def loss_text(loss, first):
 
 
 def waited_text(run, worker):
-    if worker >= run.workers or not any(p.syncs for p in run.processes):
+    if worker not in run.worker_numbers or not any(p.syncs for p in run.processes):
         return "-"
     seconds, fraction = waited(run, worker)
     return f"{seconds:.2f} s ({100 * fraction:.2f}%)"

@@ -101,6 +101,11 @@ class Run:
     parameters: int
     processes: list  # a ProcessLog each: worker 0's ranks, worker 1's ranks, ...
 
+    @property
+    def worker_numbers(self):
+        """Those that have a log: of elastic workers some may not."""
+        return sorted({p.worker for p in self.processes})
+
     def of_worker(self, worker):
         return [p for p in self.processes if p.worker == worker]
 
@@ -126,9 +131,20 @@ def read_lines(path):
     return lines
 
 
+def read_if_finished(path):
+    try:
+        return read_lines(path)
+    except UserError as error:
+        print(f"warning: left out: {error}", file=sys.stderr)
+        return None
+
+
 def read_other_logs(folder, run):
-    """read_lines() of each process but the first.   run: a line that says how many there were"""
+    """read_lines() of each process but the first; of elastic workers those are left out, with a warning, that never
+    came or were not there at the end.   run: a line that says how many there were"""
     paths = [folder / log_name(process) for process in range(1, run["workers"] * run["ranks"])]
+    if run.get("options", {}).get("outer-transport") == "store":
+        return [lines for path in paths if (lines := read_if_finished(path))]
     if missing := [path for path in paths if not path.exists()]:
         raise UserError(f"{missing[0]} is not there: copy the logs of all processes (metrics_*.jsonl), which lie at "
                         "their sites, into one folder")

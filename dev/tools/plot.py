@@ -56,7 +56,7 @@ def step_places(run, x):
     """{step: x}, from worker 0's first process, and for tokens from all workers."""
     if x == "tokens":
         logs = [{line["step"]: line["tokens"] for line in run.of_worker(worker)[0].steps}
-                for worker in range(run.workers)]
+                for worker in run.worker_numbers]
         places, counts = {0: 0}, [0] * len(logs)
         for step in logs[0]:  # in a step that an elastic worker skips, it has the tokens that it had before
             counts = [log.get(step, count) for log, count in zip(logs, counts)]
@@ -83,7 +83,7 @@ def draw_x(axes, x, note=""):
 def training_losses(run, window):
     """(steps, losses): the mean over workers, and over the last `window` steps."""
     logs = [{line["step"]: line["loss"] for line in run.of_worker(worker)[0].steps}
-            for worker in range(run.workers)]
+            for worker in run.worker_numbers]
     losses = {step: [log.get(step) for log in logs] for step in logs[0]}
     finite = [(step, sum(values) / len(values)) for step, values in losses.items() if None not in values]
     losses = [loss for _, loss in finite]
@@ -191,7 +191,7 @@ def waits(run, worker):
 
 def draw_waits(axes, drawn):
     for one in drawn:
-        for worker in range(one.run.workers):
+        for worker in one.run.worker_numbers:
             steps, seconds = waits(one.run, worker)
             axes.plot(one.places(steps), seconds, color=one.color, linewidth=1.4, drawstyle="steps-post",
                       linestyle=["-", "--", ":", "-."][worker % 4], label=f"{one.name}, worker {worker}")

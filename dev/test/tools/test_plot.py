@@ -202,6 +202,22 @@ def test_a_merge_in_a_step_that_worker_0_skipped_has_a_place(runs, tmp_path, x, 
         assert (tmp_path / "elastic.png").exists()
 
 
+def test_elastic_workers_without_an_end_are_left_out_and_named(tmp_path):
+    """Of four workers one was dead when the others ended, and one never came."""
+    folder = tmp_path / "elastic"
+    for worker in range(3):
+        log = folder / ("metrics.jsonl" if worker == 0 else f"metrics_0000{worker}.jsonl")
+        write_process(log, worker, 0, 4, 1, 2.02, 0, [(step, 250_000) for step in range(8, STEPS, 8)], 0.05)
+        lines = log.read_text().replace('{"--seed": "1"}', '{"outer-transport": "store"}').splitlines(True)
+        log.write_text("".join(lines[:-1] if worker == 1 else lines))
+    result = command("compare.py", folder)
+    assert result.returncode == 0 and result.stderr.count("warning: left out: ") == 2
+    assert "did not finish" in result.stderr and "metrics_00003.jsonl" in result.stderr
+    assert "4 x 1" in result.stdout and "worker 2 waited" in result.stdout and "worker 1 waited" not in result.stdout
+    result = command("plot.py", folder, "-o", tmp_path / "x.png")
+    assert result.returncode == 0 and (tmp_path / "x.png").exists()
+
+
 @pytest.mark.parametrize("script, more, package", [
     ("plot.py", ["x", "-o", "x.png"], "matplotlib"), ("export_hf.py", ["x", "y"], "numpy"),
     ("import_hf.py", ["x", "y"], "numpy"), ("simulate.py", ["--paper"], "numpy"),
