@@ -134,8 +134,9 @@ install_packages() {
 
 # The first that is new enough.
 find_python() {
-    local python
-    for python in ${SETUP_PYTHON:-/usr/bin/python3 python3}; do
+    local python pythons=(/usr/bin/python3 python3)
+    [ -z "${SETUP_PYTHON:-}" ] || pythons=("$SETUP_PYTHON")
+    for python in "${pythons[@]}"; do
         if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
             echo "$python"
             return

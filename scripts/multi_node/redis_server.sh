@@ -21,11 +21,11 @@ fail() {
 }
 command -v "$SERVER" >/dev/null || fail "there is no $SERVER: install it, or set SERVER"
 password=${REDIS_PASSWORD:-$(cat "$PASSWORD_FILE" 2>/dev/null || true)}
-[ -n "$password" ] || fail "no password in $PASSWORD_FILE: openssl rand -hex 32 >$PASSWORD_FILE"
+[ -n "$password" ] || fail "no password in $PASSWORD_FILE: (umask 077; openssl rand -hex 32 >$PASSWORD_FILE)"
 # An attacker can try a hundred thousand passwords a second. Letters and digits need no quoting in the store's
 # address.
 [[ $password =~ ^[[:alnum:]]{16,}$ ]] ||
-    fail "the password is not 16 or more letters and digits: openssl rand -hex 32 >$PASSWORD_FILE"
+    fail "the password is not 16 or more letters and digits: (umask 077; openssl rand -hex 32 >$PASSWORD_FILE)"
 # Refuses 0, 0.0.0.0, ::, and Redis' own * and -::*, also in a list of addresses.
 if [[ $ADDRESS =~ ^[0.:]*$|[[:space:]*] ]]; then
     fail "ADDRESS $ADDRESS is every network: give the address of one, WireGuard's"

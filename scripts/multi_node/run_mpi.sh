@@ -6,8 +6,8 @@
 # the folder of the program, which must have the same path on all nodes. The store is a folder that all nodes
 # see, or a Redis server (DILOCO_STORE=redis://:PASSWORD@HOST:6379). The options used here are Open MPI's;
 # MPICH's mpirun passes the environment on by itself and takes `mpirun -n N -f HOSTFILE ./train_gpt ...`.
-# Started again with the same OUT, a run resumes from its newest checkpoint. SIGTERM or SIGUSR1 to this script
-# stops the run with a checkpoint. Options after the script's name win over those of the .toml.
+# Started again with the same OUT, a run resumes from its newest checkpoint. SIGTERM, SIGHUP or SIGUSR1 to this
+# script stops the run with a checkpoint. Options after the script's name win over those of the .toml.
 set -euo pipefail
 
 WORKERS=${WORKERS:-2}
@@ -33,15 +33,20 @@ done
 # By slot: a node is filled before the next, so that the ranks of a worker sit together. Bound to a core, as
 # mpirun would have it, the threads of a process would stand in each other's way.
 # A SIGTERM that reaches mpirun ends the processes within two seconds; a SIGUSR1 it passes on, and they stop
-# with a checkpoint. So it gets that one, from here, and is in a session of its own: what signals all of this
-# script's group (Ctrl-C, timeout) does not reach it.
+# with a checkpoint. So this script sends it that one, and runs it in a session of its own, where a signal to
+# this script's whole group (Ctrl-C, timeout) does not reach it.
 warn_of mpirun "$@"
+is_interrupted=1 status=1
+pass_on() {
+    is_interrupted=1
+    [ -n "${!:-}" ] || exit 143 # mpirun is not started yet
+    kill "-$1" $! || true
+}
+trap 'pass_on USR1' TERM USR1 HUP
+trap 'pass_on INT' INT QUIT # at once
 setsid mpirun -np $((WORKERS * RANKS)) ${HOSTFILE:+--hostfile "$HOSTFILE"} --map-by slot --bind-to none \
     "${passed_on[@]}" "$PROGRAM" "${training[@]}" "$@" &
 mpirun=$!
-is_interrupted=1 status=1
-trap 'is_interrupted=1; kill -USR1 $mpirun || true' TERM USR1
-trap 'is_interrupted=1; kill -INT $mpirun || true' INT HUP # at once
 while ((is_interrupted)); do
     is_interrupted=0 result=0
     wait $mpirun || result=$?

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Training across sites that share nothing but a Redis server or a bucket (s3.md): one worker, RANKS GPUs of this machine.
+# Training across sites that share nothing but a Redis server or a bucket (s3.md): one worker, on RANKS GPUs of
+# this machine.
 #     WORKER=0 REDIS=10.7.0.1:6379 scripts/multi_node/run_site.sh     at one site
 #     WORKER=1 REDIS=10.7.0.1:6379 scripts/multi_node/run_site.sh     at the other
 # They may be started in any order, within TIMEOUT. All sites need the same RUN (training.sh lists them),
@@ -32,5 +33,6 @@ meet_at_redis
 train_by "$WORKERS" "$RANKS"
 
 # TCP: between sites NCCL would hold a part of the GPU while it waits for the network.
-exec "$PROGRAM" "${training[@]}" --worker "$WORKER" --interface "$INTERFACE" --outer-transport tcp \
+transport=$(setting outer-transport)
+exec "$PROGRAM" "${training[@]}" --worker "$WORKER" --interface "$INTERFACE" --outer-transport "${transport:-tcp}" \
     --run-name "$RUN_NAME" --timeout "$TIMEOUT" "$@"

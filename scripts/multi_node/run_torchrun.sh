@@ -15,7 +15,7 @@ NODES=${NODES:-2}
 NODE=${NODE:-} # this one, from 0
 GPUS=${GPUS:-8} # processes on a node
 WORKERS=${WORKERS:-$NODES}
-MASTER=${MASTER:-localhost:29500}
+MASTER=${MASTER:-}
 [ -f scripts/training.sh ] ||
     { echo "error: no scripts/training.sh: start this from the folder of the program" >&2 && exit 2; }
 # shellcheck source=scripts/training.sh
@@ -25,6 +25,8 @@ command -v torchrun >/dev/null || fail "there is no torchrun: install PyTorch, o
 if ! [[ $NODE =~ ^(0|[1-9][0-9]*)$ && $NODE -lt $NODES ]]; then
     fail "this is node '$NODE' of $NODES: set NODE to 0 ... $((NODES - 1))"
 fi
+((NODES > 1)) || MASTER=${MASTER:-localhost:29500}
+[[ $MASTER =~ :[0-9]+$ ]] || fail "MASTER is '$MASTER': set it to HOST:PORT of node 0, the same on all nodes"
 if ((NODES * GPUS % WORKERS != 0)); then
     fail "$NODES x $GPUS processes do not divide into $WORKERS workers: set WORKERS"
 fi
