@@ -4,9 +4,9 @@
 //   run      M workers with slow links: they exchange one fragment of the model at a time while training
 //            continues. This is Streaming DiLoCo (arXiv 2501.18512), implemented in streaming/diloco.h.
 //
-// From top to bottom: the model; forward and backward; a worker's update; evaluation and sampling. What
-// follows is left out of tests: a run; what happens between steps; the step and the loop; from options to a
-// run. Functions of device:: are the layers; llmc/cpu/ and llmc/cuda/ define them under the same names.
+// From top to bottom: the model; forward and backward; a worker's update; evaluation and sampling. Up to
+// there tests include this file. Then: a run; what happens between steps; the step and the loop; from options
+// to a run. Functions of device:: are the layers; llmc/cpu/ and llmc/cuda/ define them under the same names.
 #include <algorithm>
 #include <cmath>
 #include <functional>
@@ -239,7 +239,7 @@ struct Worker {
     Buffer<float> reduced;       // this rank's shard of the summed gradients; unused with one rank
     Buffer<Scalars> scalars = Buffer<Scalars>(1);
     Buffer<OutlierWindow> outliers = Buffer<OutlierWindow>(1);  // the same on all ranks
-    long adamw_updates = 0;                                     // updates that m and v have seen
+    long adamw_updates = 0;                                     // AdamW's t, skipped updates included
     std::unique_ptr<ShardedMuon> muon;                          // null: AdamW updates matrices, too
     Event to_comm, to_main, to_copies, spare_is_copied, state_is_copied;  // points where streams wait
     Traffic traffic;                                            // of `comm`

@@ -63,7 +63,6 @@ inline void newton_schulz(NewtonSchulz& scratch, device::Matmul& matmul, floatX*
         if (is_wide) {
             device::matmul_forward(matmul, gram, x, x, nullptr, side, columns, side, main);
         } else {
-            device::set_zero(scratch.sums.data(), long(side) * side, main);
             device::matmul_gram(matmul, scratch.sums, x, rows, side, main);
             device::cast(gram, scratch.sums.data(), long(side) * side, main);
         }

@@ -42,7 +42,7 @@ public:
         shard.fetch_for(1);
     }
 
-    // Before step 1: exchanges zeros, as many as the largest fragment has values. When it returns, all
+    // Before the first step: a trial exchange as large as the largest fragment. When it returns, all
     // workers have arrived, and kernels, pinned memory and connections have been used once, so that none of
     // them is set up during a step. Throws as after_inner_step() does.
     void rehearse(Stream& main) {
@@ -131,8 +131,8 @@ private:
     // Receives in the order of sending, which is that of the sync numbers and of this worker's due steps.
     std::vector<SyncReport> receive_due(long step, float* local, floatX* params, Stream& main) {
         std::vector<SyncReport> reports;
-        // After a resume with a smaller tau more may be due at once than there are slots beside those that
-        // were fetched ahead.
+        // After a resume with a smaller tau more fragments may be due in a step than there are free slots:
+        // drop what was fetched ahead.
         if (!in_flight.empty() && due_step(in_flight.front()) < step) { shard.state->clear(); }
         while (!in_flight.empty() && due_step(in_flight.front()) <= step) {
             reports.push_back(receive(in_flight.front(), local, params, main));

@@ -1,7 +1,7 @@
 // Error feedback (Seide et al. 2014): the rounding error of a fragment, its residual, is added when the
 // fragment is rounded the next time. quantize() updates the residuals; this class keeps them from one sync
-// to the next. If no worker applies a sync, its fragment gets back its residuals of before the sync.
-// Memory: 4 bytes per value, and as much for each fragment in flight.
+// to the next. If this worker's payload is not part of a mean that is applied, its fragment gets back the
+// residuals of before the sync. Memory: 4 bytes per value, and as much for each fragment in flight.
 #pragma once
 #include <algorithm>
 #include <numeric>

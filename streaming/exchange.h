@@ -70,8 +70,8 @@ inline size_t exchange_bytes(ExchangeKind kind, Format format, long n, int worke
     return others * (payload_layout(format, n, workers).bytes + mean);
 }
 
-// The exchange of fragments with these numbers of values. If both kinds send as much, all-gather, which
-// rounds once.
+// The exchange of fragments with these numbers of values. If both kinds send as much, all-gather,
+// since it rounds only once.
 inline ExchangeKind choose_exchange(const WireOptions& wire, const std::vector<long>& values, int workers) {
     if (wire.exchange != ExchangeKind::automatic) { return wire.exchange; }
     size_t gather = 0, all_to_all = 0;

@@ -12,8 +12,8 @@
 // to nearest, ties to even; in E3M0, whose neighbours are never even, away from zero. encode(x, random)
 // rounds stochastically: x is rounded up with probability (x - lower neighbour) / (distance of the
 // neighbours), so that its expectation is x. Both are branchless, so that loops over them vectorise. A
-// number beyond the largest code becomes the largest; a NaN is not kept (a flag of the payload's header
-// reports it).
+// number beyond the largest code becomes the largest; 4 and 8 bits keep no NaN (a flag of the payload's
+// header reports it).
 #pragma once
 #include <string>
 #include <vector>

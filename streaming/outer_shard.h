@@ -101,7 +101,7 @@ public:
     }
 
     // Writes the payload of a sync: the headers of its parts, with the hash of global, and delta's codes.
-    // tokens: that this worker has trained on since the last send that counted   flags: of the headers
+    // tokens, flags: of the headers
     // sums: (encoding_sums), of a HostBuffer: how large delta is, and how much of it encoding has lost
     void encode(uint8_t* payload, const PayloadLayout& layout, const Sync& sync, uint64_t tokens,
                 uint32_t flags, const OuterGradient& delta, double* sums, Stream& main) {

@@ -2,7 +2,7 @@
 // on every worker. It is used one fragment at a time, by the step that sends or receives it.
 //
 // A resident state lies in device memory. An offloaded one lies in pinned memory of the host, and the device
-// has only as many slots as one step needs, each as large as the largest fragment, and a buffer by way of
+// has only as many slots as one step needs, each as large as the largest fragment, and a buffer through
 // which snapshots are copied. While the model computes step t + 1, a stream of copies fetches the fragments
 // that are sent or received at its end:
 //

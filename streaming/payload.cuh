@@ -12,7 +12,7 @@ namespace cuda {
 const int hash_threads = 256, hash_packs = 4;             // packs that a thread loads at once
 const long hash_values = hash_threads * hash_packs * 4L;  // of a block
 
-// One block: each thread adds up the tokens of all workers, and writes the weight of every 32nd.
+// One block: each thread adds up the tokens of all workers; thread i writes the weights of i, i + 32, ...
 __global__ void token_weights_kernel(float* weights, const uint8_t* payloads, size_t stride, int workers) {
     auto tokens = [=](int worker) {
         return reinterpret_cast<const PayloadHeader*>(payloads + size_t(worker) * stride)->tokens;

@@ -28,7 +28,7 @@ struct PayloadHeader {
     uint32_t worker = 0;     // the sender
     uint64_t send_step = 0;
     uint64_t values = 0;     // n of the fragment, a multiple of 128
-    uint64_t tokens = 0;     // trained on since the worker's last send of this fragment that counted
+    uint64_t tokens = 0;     // trained on since the last send of this fragment (elastic: that counted)
     uint32_t flags = 0;
     uint16_t part = 0, parts = 1;  // of the fragment
     uint64_t hash = 0;       // of the sender's global parameters: the part's sum of hash_value() mod 2^64

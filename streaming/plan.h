@@ -86,10 +86,13 @@ inline OuterBytes outer_bytes(const DilocoOptions& options, const Layout& layout
     const double residuals = options.outer_error_feedback ? 4 * holders : 0;  // bytes a value
     const double feedback = residuals * (all + kept * largest);
     const double payloads = (options.is_elastic() ? 1 : flying) * (is_all_to_all ? 3 : workers + 1);
-    const double wire = 4 * largest + payloads * payload + feedback;
+    const double means = is_all_to_all ? 4 * largest / workers + payload
+                                       : has_mean_row(workers) ? 4 * largest : 0;
+    const double wire = 4 * largest + payloads * payload + means + feedback;
     // Pinned; of each sync in flight; and of what is being sent, in a request and in a connection's buffer.
     const double copies = workers + double(fragments.size()) + flying * (workers + 1) + 2;
-    const double outside = options.is_elastic() ? copies * payload : 0;
+    const double staged = runs_on_gpu && options.transport == "tcp" ? (is_all_to_all ? 2 : workers + 1) : 0;
+    const double outside = (options.is_elastic() ? copies : staged) * payload;
     const double relay = 4 * double(relay_values(layout.shard_size()));
     const double on_device = options.offload ? slots * 8 * largest + relay : state;
     const double saved = options.is_elastic() ? 2 * residuals * all : residuals * all + 4 * flying * largest;
@@ -119,7 +122,7 @@ inline std::vector<size_t> sent_in_period(const std::vector<Fragment>& fragments
 
 // The bandwidth, in bytes per step, at which no merge waits, without latency: what is sent in any
 // `length` + 1 consecutive steps is transferred in `length` + overlap steps.
-// overlap: at least 1. Steps that begin with one in which nothing is sent need no more than those without it.
+// overlap: at least 1. Steps that begin with an idle one need no more than those after it.
 inline double bytes_a_step_without_waits(const std::vector<size_t>& sent, long overlap) {
     const long H = long(sent.size());
     double most = double(std::accumulate(sent.begin(), sent.end(), size_t(0))) / double(H);

@@ -34,7 +34,7 @@ __device__ inline void store_codes(uint8_t* out, const uint32_t (&codes)[4]) {
     __stcg(reinterpret_cast<FourCodes<F>*>(out), packed);
 }
 
-// Four values of a payload as they lie there, decoded later: a thread has the loads of many in flight.
+// Four values, loaded now and decoded later, so that a thread can have many loads in flight.
 template <class F>
 struct Encoded {
     FourCodes<F> codes;

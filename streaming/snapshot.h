@@ -138,7 +138,7 @@ inline void refuse_elastic_state(const SavedState& state, const Fields& fields) 
 }
 
 // Reads the means of the syncs in flight. Throws a UserError for syncs that the schedule of this run does not
-// have; those sent H - 1 or more steps ago had been received, as tau < H.
+// have; one sent H - 1 or more steps ago cannot be in flight, as tau < H.
 // values: of this process's shard of each fragment
 inline void read_means(std::vector<SavedSync>& saved, const SavedState& state,
                        const std::vector<Fragment>& fragments, const std::vector<long>& values, long H) {

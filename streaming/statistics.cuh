@@ -19,7 +19,7 @@ __device__ inline double dot_four(const Pack<float>& a, const Pack<float>& b, do
     return sum;
 }
 
-// Block (c, s): chunk c of sum s; chunks are packs that lie `chunks` blocks of threads apart.
+// Block (c, s) computes chunk c of sum s: of the groups of as many packs as it has threads, every chunks-th.
 // partial: (sums, chunks)   mean: (layout.values), or null
 // Bound by memory or (not fp32) by instructions: bits / 8 bytes a value and row (a square: 1), 4 of the mean.
 template <class F>

@@ -43,7 +43,7 @@ HD inline int row_sums(int workers) {
     return has_mean_row(workers) ? 2 * workers + 1 : workers * (workers + 1) / 2;
 }
 
-// The most of them for this many workers or fewer.
+// The largest row_sums() of this many workers or fewer: above most_pairwise there are fewer again.
 inline int most_row_sums(int workers) {
     return std::max(row_sums(std::min(workers, most_pairwise)), row_sums(workers));
 }

@@ -73,7 +73,7 @@ inline bool asks_to_stop(const Headers& headers) {
                        [](const auto& part) { return !flagged(part, stop_requested).empty(); });
 }
 
-// ---- in a checkpoint: what the resumed run cannot compute by itself. `stops` has had its effect already.
+// ---- in a checkpoint: what a resumed run cannot compute. `stops` is not saved: that run has stopped.
 
 // Calls field(name, value) for each number of a report, to write it or to read it back.
 template <class ReportT, class Field>

@@ -61,7 +61,7 @@ inline float join_warmup(const Totals& totals) {
 
 struct Progress {
     long step = 0, steps = 0;  // steps done, and steps of the whole run
-    long adamw_updates = 0;    // that m and v have seen
+    long adamw_updates = 0;    // AdamW's t, skipped updates included
     Traffic inner;
     Totals totals;
 };

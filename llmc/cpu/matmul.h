@@ -221,10 +221,10 @@ inline void matmul_product(Matmul& matmul, float* out, const float* a, const flo
     matmul.backward_inp(out, matmul.round_dout(a, long(N) * K), b, N, C, K);
 }
 
-// out += inp^T inp.   out: (C,C)   inp: (N,C)
+// out = inp^T inp.   out: (C,C)   inp: (N,C)
 inline void matmul_gram(Matmul& matmul, float* out, const float* inp, int N, int C, Stream&) {
     void* rounded = matmul.round_inp(inp, long(N) * C);
-    matmul.backward_weight(out, rounded, rounded, N, C, C, true);
+    matmul.backward_weight(out, rounded, rounded, N, C, C, false);
 }
 
 // Overwrites dinp; adds to dweight, or overwrites it unless sums.adds.

@@ -80,7 +80,7 @@ __device__ inline void load_tile_async(bf16* tile, const bf16* head, int ld, int
     constexpr int step = 32 * warps * 8 / hs;  // rows that all threads together copy; a multiple of 8
     const int row = threadIdx.x / (hs / 8), column = threadIdx.x % (hs / 8) * 8;
     bf16* to = tile + tile_index<hs>(row, column);
-    // The same address in two forms, each of which spills fewer registers of dq with its head size.
+    // Two forms of one address: each makes nvcc spill fewer of dq's registers at its head size.
     const bf16* from = hs == 128 ? head + size_t(first) * ld + (row * ld + column)
                                  : head + size_t(first + row) * ld + column;
     #pragma unroll
@@ -165,8 +165,8 @@ __device__ inline void add_product(float (&sum)[M][hs / 8][4], const float (&a)[
     }
 }
 
-// Writes factor x to rows `first`.. of a head, up to T, by way of the warp's own rows of a tile (from
-// tile_row on), which no other warp reads, so that it is written in packs of 16 bytes.
+// Writes factor x to rows `first`.. of a head, up to T. The values pass through the warp's own rows of a
+// shared tile (from tile_row on), which no other warp reads, so that 16 bytes are written at a time.
 // head: (T,hs) with leading dimension ld
 template <int hs, int M>
 __device__ inline void store_rows(bf16* head, int ld, int first, int T, const float (&x)[M][hs / 8][4],

@@ -8,16 +8,22 @@
 
 namespace cuda {
 
+// Memory of the current device, not initialized. std::bad_alloc if there is not enough.
+inline void* allocate(size_t bytes) {
+    void* p = nullptr;
+    const cudaError_t status = cudaMalloc(&p, bytes);
+    if (status == cudaErrorMemoryAllocation) {
+        cudaGetLastError();  // clears it, or what next calls cudaGetLastError would report it
+        throw std::bad_alloc();
+    }
+    cudaCheck(status);
+    return p;
+}
+
 struct GpuMemory {
     // Waits for the whole device, so memory is to be taken before step 1.
     static void* take(size_t bytes) {
-        void* p = nullptr;
-        const cudaError_t status = cudaMalloc(&p, bytes);
-        if (status == cudaErrorMemoryAllocation) {
-            cudaGetLastError();  // clears the error, or the next launch would report it
-            throw std::bad_alloc();
-        }
-        cudaCheck(status);
+        void* p = allocate(bytes);
         cudaCheck(cudaMemset(p, 0, bytes));
         cudaCheck(cudaDeviceSynchronize());  // other streams do not wait for the memset
         return p;

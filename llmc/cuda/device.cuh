@@ -51,7 +51,7 @@ struct Parameter {
 };
 
 #ifdef __CUDACC__
-// A kernel must request more than 48 KiB of shared memory, once per device.
+// A kernel that takes more than 48 KiB of shared memory must ask for it, once per device.
 inline void allow_shared_memory(const void* kernel, const Grid& grid) {
     static std::mutex mutex;
     static std::map<std::pair<const void*, int>, size_t> allowed;

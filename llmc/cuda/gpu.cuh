@@ -4,6 +4,7 @@
 
 #include <cstdlib>
 #include <string>
+#include <utility>
 
 #include "llmc/cuda/device.cuh"
 #include "llmc/error.h"
@@ -37,9 +38,9 @@ inline void use_interface(const std::string& name) {
 // order each time (github.com/NVIDIA/nccl/issues/1497). And NCCL connects for an algorithm when it first uses
 // it, which may differ by message size: with one algorithm, all connections are made before step 1.
 inline Device use_device(int number, const std::string& interface) {
-    setenv("CUDA_MODULE_LOADING", "EAGER", 0);       // or a kernel's first launch may wait for others to end
-    setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);  // or streams share queues and wait for each other
-    setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "0", 0);    // or inner collectives may wait for outer ones
+    setenv("CUDA_MODULE_LOADING", "EAGER", 0);       // else a kernel's first launch may wait for running ones
+    setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);  // else streams share queues and wait for each other
+    setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "0", 0);    // else inner collectives may wait for outer ones
     setenv("NCCL_ALGO", "Ring", 0);
     if (!interface.empty()) { use_interface(interface); }
     int count = 0;
@@ -57,11 +58,11 @@ inline Device use_device(int number, const std::string& interface) {
             index};
 }
 
-// Total memory of the selected GPU, in bytes.
-inline double memory_size() {
+// Memory of the selected GPU, in bytes: what is free, and all of it.
+inline std::pair<double, double> memory_size() {
     size_t free = 0, all = 0;
     cudaCheck(cudaMemGetInfo(&free, &all));
-    return double(all);
+    return {double(free), double(all)};
 }
 
 // For several processes on one GPU, which NCCL refuses if they are on the same host. With a host id of its

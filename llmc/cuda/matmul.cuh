@@ -6,10 +6,10 @@
 // bf16 build: the inputs of the three products are bf16, sums are fp32. fp32 build, for checking: `highest`
 // is fp32, `high` and `medium` round the inputs to tf32. In a bf16 build the forward product also applies
 // GELU on some GPUs, and with `--fuse-gelu 2` the backward product also multiplies by GELU's derivative.
-// cuBLASLt's matrices are column-major. A row-major (r,c) is, as it lies, a column-major (c,r) with leading
-// dimension c, so each product is computed transposed, out of what cuBLASLt takes for A and B:
+// cuBLASLt's matrices are column-major. A row-major (r,c) has the memory layout of a column-major (c,r) with
+// leading dimension c, so each product is computed as its transpose, out of these operands:
 //
-//     product            D = op(A) op(B)    A, as it lies    B, as it lies   m    n    k
+//     product            D = op(A) op(B)    A, column-major  B, column-major m    n    k
 //     forward            out^T              weight (C,OC)^T  inp (C,N)       OC   N    C
 //     backward_inp       dinp^T             weight (C,OC)    dout (OC,N)     C    N    OC
 //     backward_weight    dweight^T          inp (C,N)        dout (OC,N)^T   C    OC   N
@@ -305,9 +305,9 @@ inline void matmul_product(Matmul& matmul, floatX* out, const floatX* a, const f
     matmul.multiply<Matmul::Kind::backward_inp>(out, b, a, nullptr, nullptr, N, C, K, stream);
 }
 
-// out += inp^T inp.   out: (C,C)   inp: (N,C)
+// out = inp^T inp.   out: (C,C)   inp: (N,C)
 inline void matmul_gram(Matmul& matmul, float* out, const floatX* inp, int N, int C, Stream& stream) {
-    matmul.multiply<Matmul::Kind::backward_weight>(out, inp, inp, nullptr, nullptr, N, C, C, stream, true);
+    matmul.multiply<Matmul::Kind::backward_weight>(out, inp, inp, nullptr, nullptr, N, C, C, stream);
 }
 
 // Overwrites dinp, adds to dweight, or overwrites it unless sums.adds.

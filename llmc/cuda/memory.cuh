@@ -1,6 +1,6 @@
 // Copies, casts and the few scalars of a step (loss, gradient norm, clip scale), which stay on the device:
-// only copy_to_host makes the host wait. A copy to or from a HostBuffer is asynchronous. A copy from other
-// memory may wait, and the memory must not change before the stream has completed the copy.
+// copy_to_host makes the host wait, and so may a copy from or to memory that is not a HostBuffer's. All else
+// is asynchronous: what is copied must not change before the stream has completed the copy.
 #pragma once
 #include "llmc/cuda/stream.cuh"
 #include "llmc/optimizers.h"
@@ -85,8 +85,8 @@ inline void copy_to_host_later(T* out, const T* inp, long n, Stream& stream) {
 }
 
 // Copies `count` groups of `each` values that lie `stride` bytes apart into memory of the host, which must
-// stay alive until the stream has passed. If it is not pinned, the host may wait here. This and copy_values()
-// go through enqueue(), and so work on hosted streams, too.   out: (count, each)
+// stay alive until the stream has completed the copies. If it is not pinned, the host may wait here. This and
+// copy_values() go through enqueue(), and so work on hosted streams, too.   out: (count, each)
 template <class T>
 inline void read_groups(T* out, const uint8_t* from, size_t stride, int count, int each, Stream& stream) {
     stream.enqueue([=](cudaStream_t on) {

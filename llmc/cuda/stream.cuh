@@ -4,12 +4,12 @@
 #include <chrono>
 #include <functional>
 #include <memory>
-#include <new>
 #include <stdexcept>
 #include <thread>
 #include <utility>
 
 #include "llmc/cpu/stream.h"
+#include "llmc/cuda/buffer.cuh"
 #include "llmc/cuda/device.cuh"
 
 namespace cuda {
@@ -27,10 +27,10 @@ private:
     cudaEvent_t event = nullptr;
 };
 
-// The answer of cudaEventQuery or cudaStreamQuery.
+// Whether the status that cudaEventQuery or cudaStreamQuery returned says that all is complete.
 inline bool is_complete(cudaError_t status) {
     if (status == cudaErrorNotReady) {
-        cudaGetLastError();  // it stays there for the next launch to find
+        cudaGetLastError();  // clears it, or what next calls cudaGetLastError would report it
         return false;
     }
     cudaCheck(status);
@@ -131,7 +131,7 @@ public:
 
     // For launches, which run in the order of the calls. A hosted stream takes work only through enqueue().
     operator cudaStream_t() const {
-        if (host) { throw std::logic_error("a launch past the queue of a hosted stream"); }
+        if (host) { throw std::logic_error("a launch that bypasses the queue of a hosted stream"); }
         return stream;
     }
 
@@ -194,10 +194,7 @@ public:
             cudaCheck(cudaFree(memory));
             memory = nullptr;
             memory_bytes = 0;
-            if (cudaMalloc(&memory, bytes) != cudaSuccess) {
-                cudaGetLastError();
-                throw std::bad_alloc();
-            }
+            memory = allocate(bytes);
             memory_bytes = bytes;
         }
         return static_cast<T*>(memory);

@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "llmc/device.h"
@@ -25,7 +26,7 @@ struct Device {
 inline Device use_device(int, const std::string&) { return {}; }
 inline void use_in_this_thread(const Device&) {}
 inline void share_device(const std::string&, bool) {}
-inline double memory_size() { return INFINITY; }  // there is none but the host's
+inline std::pair<double, double> memory_size() { return {INFINITY, INFINITY}; }  // the host's is all there is
 
 }  // namespace cpu
 

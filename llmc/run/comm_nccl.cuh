@@ -30,7 +30,7 @@ struct NcclOptions {
 
 class NcclComm : public ::Comm {
 public:
-    // Throws CommError when not all members have come within the group's timeout, unless the communicator is
+    // Throws CommError if some member has not joined within the group's timeout, unless the communicator is
     // blocking: then the watchdog ends the process.
     NcclComm(const CommGroup& group, const NcclOptions& options) : group(group), options(options) {
         const std::string key = group.name + "/nccl";
@@ -90,7 +90,9 @@ public:
         Patience patience(group.timeout);
         while (!event.query()) {
             check();
-            if (patience.is_over()) { fail_waiting("an exchange"); }
+            if (patience.is_over()) {
+                fail_waiting("an exchange; over a slow link raise it, or give --outer-transport tcp");
+            }
             nap(patience);
         }
         std::unique_lock<std::mutex> lock(mutex);

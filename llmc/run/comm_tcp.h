@@ -5,8 +5,8 @@
 //     all_reduce               all values to all members, for the few scalars of a step
 //
 // A call sends to all members and receives from all at once, in one loop around poll(), on the stream's
-// thread. Parts go out without being asked for: a call takes one way through the network, not a round trip,
-// and waiting costs no core. A lost connection, or a member that is silent for too long, is a CommError that
+// thread. Senders wait for no request, so a call takes one way through the network, not a round trip, and
+// waiting costs no core. A lost connection, or a member that is silent for too long, is a CommError that
 // names the first failure of the run (cause.h).
 #pragma once
 #include <errno.h>

@@ -62,6 +62,10 @@ inline void check_gpu_shape(const GptShape& shape) {
         throw UserError(format("%d channels: LayerNorm on GPUs takes at most 8192, so lower --channels",
                                shape.channels));
     }
+    if (shape.padded_vocab_size % 8 != 0) {
+        throw UserError(format("the model pads its vocabulary to %d rows: GPUs take a multiple of 8",
+                               shape.padded_vocab_size));
+    }
 }
 
 inline void check_shape(const GptShape& shape, const Options& o) {

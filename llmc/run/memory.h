@@ -111,6 +111,12 @@ inline HostMemory host_memory() {
                            "the model's sizes, or raise -r", needed / 1e9, where.c_str(), there / 1e9));
 }
 
+inline void warn_if_too_little(double needed, double available, const std::string& where) {
+    if (needed <= available) { return; }
+    fprintf(stderr, "warning: this run takes about %.2f GB of memory%s, and other programs leave %.2f\n",
+            needed / 1e9, where.c_str(), available / 1e9);
+}
+
 // Before any process allocates memory: checks that all processes that this one starts here can have enough,
 // and warns if other programs use too much now. A process that mpirun, torchrun or srun has started checks
 // its own need alone. Throws a UserError; a mistake in the input files is reported first.
@@ -145,15 +151,14 @@ void check_memory(const Options& o, OuterBytes outer_bytes) {
         open_files(o, first);
         refuse_memory(needed, there, where);
     }
-    if (needed > host.available) {
-        fprintf(stderr, "warning: this run takes about %.2f GB of memory%s, and other programs leave %.2f\n",
-                needed / 1e9, where.c_str(), host.available / 1e9);
-    }
+    warn_if_too_little(needed, host.available, where);
 }
 
 // The same on a GPU, once it is chosen.   returns the device
 inline device::Device with_room(const device::Device& device, const MemoryNeed& need) {
-    const double needed = need.device + need.outer_device, there = device::memory_size();
+    const double needed = need.device + need.outer_device;
+    const auto [free, there] = device::memory_size();
     if (needed > there) { refuse_memory(needed, there, " on " + device.name); }
+    warn_if_too_little(needed, free, " on " + device.name);
     return device;
 }

@@ -118,7 +118,8 @@ inline OptionTable option_table(Options& o) {
         {"--seed", &o.seed, "Seed of everything random", Scope::run},
     });
     add_section(table, "Training step", true, {
-        {"-b,--batch", &o.batch, "Sequences in a micro-batch of one process", Scope::derived, positive_int},
+        {"-b,--batch", &o.batch, "Sequences in a micro-batch of one process", Scope::derived,
+         CLI::Range(1, 65535)},  // as many blocks in z as a kernel on GPUs may have
         {"-t,--seq-len", &o.seq_len, "Tokens in a sequence", Scope::run, positive_int},
         {"-d,--total-batch", &o.total_batch,
          "Tokens per step and worker (0: one micro-batch of each of its ranks)", Scope::derived,
@@ -241,14 +242,14 @@ inline OptionTable option_table(Options& o) {
         {"--outer-rounding", &o.diloco.outer_rounding, "nearest, or stochastic (unbiased)", Scope::run,
          one_of({"nearest", "stochastic"})},
         {"--outer-error-feedback", &o.diloco.outer_error_feedback,
-         "Add what rounding lost of a fragment when it is sent again (4 bytes a value, on the device)",
+         "Add a fragment's rounding error when it is sent again (4 bytes a value, on the device)",
          Scope::run},
         {"--outer-weights", &o.diloco.outer_weights,
          "Weights of workers in the mean: equal, or tokens (as many as each trained on; then each may have "
          "its own -b and -d)", Scope::run, one_of({"equal", "tokens"})},
         {"--outer-transport", &o.diloco.transport,
-         "What carries the exchange: tcp (earlier: gloo), or on GPUs also nccl (their default); or store: "
-         "workers are elastic: they may be slow, die and join", Scope::run,
+         "What carries the exchange: tcp (formerly gloo); nccl (GPUs only, their default); or store, which "
+         "makes workers elastic: they may be slow, die or join", Scope::run,
          one_of({"tcp", "nccl", "store", "gloo"})},
         {"--outer-offload", &o.diloco.offload,
          "On GPUs: outer parameters and momentum in the host's memory, fetched when needed", Scope::worker},
@@ -405,7 +406,7 @@ inline void resolve_inner_steps(Options& o) {
                             !o.diloco.weighs_by_tokens();  // workers may have their own batches then
         const long steps =
             counts ? DataLoader::tokens_in(o.train_data) / (o.total_batch * o.workers) : o.max_steps;
-        H = o.diloco.streams() ? usual_inner_steps(steps) : 100;
+        H = !o.diloco.streams() ? 100 : steps < 0 ? 30 : usual_inner_steps(steps);
         why = (steps < 0 ? "" : format(" for %ld steps", steps)) + " (100 from 100000 steps on)";
     }
     if (o.diloco.streams()) { o.notes.push_back(format("-H is not given: H = %ld", H) + why); }

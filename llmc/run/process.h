@@ -113,16 +113,17 @@ struct Process {
         return largest;
     }
 
-    // Runs `check` on all processes. If it throws a UserError on one of them, all throw that same error,
-    // before any of them has written anything.
+    // Runs `check` on all processes. If it throws a UserError or TemporaryFailure on one of them, all throw
+    // that same error, before any of them has written anything.
     void check_together(const std::string& key, const std::function<void()>& check) {
         if (size() == 1) { return check(); }
-        std::string mistake;
+        std::string mistake;  // "2 ...": a mistake; "75 ...": a failure that may pass
         try {
             check();
-        } catch (const UserError& error) { mistake = error.what(); }
+        } catch (const UserError& error) { mistake = format("%d ", exit_status(error)) + error.what(); }
         for (const std::string& text : gather(key, mistake)) {
-            if (!text.empty()) { throw UserError(text); }
+            if (text.rfind("75 ", 0) == 0) { throw TemporaryFailure(text.substr(3)); }
+            if (!text.empty()) { throw UserError(text.substr(2)); }
         }
     }
 

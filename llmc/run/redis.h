@@ -115,14 +115,14 @@ public:
 
     bool is_open() const { return bool(socket); }
 
-    // UserError if the server cannot be reached within `timeout` seconds, is not the one that the URL names,
-    // or refuses the password. Waits that long, too, for a server that is still reading its data.
+    // TemporaryFailure if the server cannot be reached, or still reads its data, after `timeout` seconds;
+    // UserError if it is not the one that the URL names, or refuses the password.
     void connect(double timeout) {
         close();
         timeval limit = {time_t(timeout), suseconds_t((timeout - double(time_t(timeout))) * 1e6)};
         context.reset(redisConnectWithTimeout(address.host.c_str(), address.port, limit));
         if (!context || context->err) {
-            throw UserError("cannot reach the store at " + where() + " (" +
+            throw TemporaryFailure("cannot reach the store at " + where() + " (" +
                             (context ? context->errstr : "out of memory") +
                             "): start a Redis or Valkey server there, or correct --store");
         }
@@ -191,6 +191,9 @@ private:
         for (Patience patience(timeout); begins_with(*reply, "LOADING") && !patience.is_over();) {
             patience.pause();
             reply = ask({"PING"});
+        }
+        if (begins_with(*reply, "LOADING")) {
+            throw TemporaryFailure("the store at " + where() + " still reads its data: start this later");
         }
         check(*reply);
     }

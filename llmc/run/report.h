@@ -165,8 +165,8 @@ public:
             if (process.worker != 0 && o.worker < 0) { continue; }
             for (int worker : r.not_finite) {  // every rank says so, since it concerns that rank's shard
                 status.print(
-                    format("sync %ld, fragment %d, shard %d: the movement of worker %d is not finite: "
-                           "nobody applies it",
+                    format("sync %ld, fragment %d, shard %d: the outer gradient of worker %d, or its part of "
+                           "the mean, is not finite: nobody applies it",
                            r.sync, r.fragment, process.rank, worker));
             }
         }

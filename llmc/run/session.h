@@ -1,6 +1,10 @@
 // Session: what surrounds the training of one process: its place in the run, its communicators, the folder it
 // writes to, logs and messages, the checkpoint that it resumes from, requests to stop, and the watchdog.
 #pragma once
+#include <fcntl.h>
+#include <sys/file.h>
+
+#include <cerrno>
 #include <climits>
 #include <filesystem>
 #include <functional>
@@ -43,6 +47,16 @@ inline void make_folder(const std::string& folder) {
     if (error) { throw UserError("cannot write into " + folder + " (" + error.message() + "): correct -o"); }
 }
 
+// Until this process ends: a second start of the same run must not write into its files. Elastic workers may
+// be started again while they run, and take their own place.
+inline void lock_folder(const std::string& folder) {
+    make_folder(folder);
+    const int descriptor = open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (descriptor >= 0 && flock(descriptor, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) {
+        throw TemporaryFailure("a run that has not ended writes into " + folder + ": give another -o");
+    }
+}
+
 // Identifies this process and `step` in a checkpoint that is written or resumed from.
 inline StateIdentity state_identity(const Options& o, const Process& process, long step,
                                     const std::string& lineage) {
@@ -67,7 +81,7 @@ inline LaunchOptions launch_options(const Options& o) {
             o.elastic.restarts};
 }
 
-// Before anything is written: all processes agree on the options and divide the data among themselves.
+// Before anything but the folder is written: all processes agree on the options and divide the data.
 // check_log: further checks, made by every process
 inline void agree(const Options& o, Process& process, Inputs& in, const std::function<void()>& check_log) {
     process.check_fingerprint(fingerprint(o, in));
@@ -77,6 +91,9 @@ inline void agree(const Options& o, Process& process, Inputs& in, const std::fun
         if (!o.output.empty() && !o.resume) { refuse_models(checkpoint_folder(o, process)); }
     });
     check_outer_interface(o.diloco.transport, o.interface);
+    process.check_together("folder", [&] {
+        if (process.index() == 0 && !o.output.empty() && !o.diloco.is_elastic()) { lock_folder(o.output); }
+    });
 }
 
 // Calls `work`. If it throws, this process ends at once with a one-line message, and the other processes

@@ -13,8 +13,8 @@
 
 class RedisStore : public Store {
 public:
-    // UserError if the server cannot be reached within `timeout` seconds (at most 10), or refuses the
-    // password.
+    // TemporaryFailure if the server cannot be reached within `timeout` seconds (at most 10), UserError if it
+    // refuses the password.
     RedisStore(const std::string& url, double timeout)
         : timeout(std::min(timeout, 10.0)), connection(url, this->timeout) {
         connection.connect(this->timeout);

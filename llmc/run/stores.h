@@ -44,9 +44,10 @@ inline std::string folder_of_store(const std::string& url) {
     if (url.rfind("file:", 0) == 0 && url.rfind("file://", 0) != 0 && url.size() > strlen("file:")) {
         return url.substr(strlen("file:"));
     }
-    // The message quotes only the kind: the rest may contain a password.
+    // The message quotes only the kind, if there is one: the rest may contain a password.
+    const std::string kind = url.substr(0, url.find(':'));
     throw UserError(
-        "the store '" + url.substr(0, url.find(':')) +
+        "the store '" + (kind.find('@') == kind.npos ? kind : "") +
         ":...' is of no known kind: give --store file:DIR, redis://[:PASSWORD@]HOST:PORT or "
         "s3://BUCKET/PREFIX");
 }

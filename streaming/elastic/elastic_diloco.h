@@ -39,7 +39,7 @@
 // Of the inner optimizer, for --join-moments.
 struct InnerMoments {
     float *m = nullptr, *v = nullptr;  // (shard_size), where the parameters lie
-    long* updates = nullptr;           // how many they are of
+    long* updates = nullptr;           // AdamW's t
 };
 
 // What the trainer does for it.

@@ -94,8 +94,8 @@ return found)";
 
 class RedisLogStore : public LogStore {
 public:
-    // UserError if the server cannot be reached within `timeout` seconds, refuses the password, or has
-    // another certificate than it should. It counts as lost after as long a silence (both at most 10 s).
+    // TemporaryFailure if the server cannot be reached within `timeout` seconds, UserError if it refuses the
+    // password or has another certificate. It counts as lost after as long a silence (both at most 10 s).
     RedisLogStore(const std::string& url, const std::string& run_name, double timeout)
         : prefix(run_name + "/log/"), told(run_name + "/told/"), timeout(std::min(timeout, 10.0)),
           connection(url, this->timeout) {

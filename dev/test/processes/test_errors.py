@@ -100,11 +100,16 @@ def refused(run, *words):
         ({**WORKERS, "--worker": 2}, ["--worker 2"]),
         ({**WORKERS, "--worker": 0}, ["--store"]),
         ({**WORKERS, "--worker": 0, "--store": "ftp://x"}, ["ftp"]),
-        ({**WORKERS, "--worker": 0, "--store": "redis://127.0.0.1:1", "--timeout": 3}, ["127.0.0.1", "1"]),
+        ({**WORKERS, "--worker": 0, "--store": "hunter2@10.7.0.1:6379"}, ["the store ':...'"]),
     ],
 )
 def test_one_line_and_nothing_written(train, options, words):
     refused(train("run", options, status=2), *words)
+
+
+def test_a_store_that_cannot_be_reached_may_be_there_later(train):
+    options = {**WORKERS, "--worker": 0, "--store": "redis://127.0.0.1:1", "--timeout": 3}
+    refused(train("run", options, status=75), "cannot reach the store at 127.0.0.1:1")
 
 
 @pytest.mark.parametrize(

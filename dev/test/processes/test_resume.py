@@ -319,13 +319,13 @@ def test_sigusr1_is_a_request_to_stop_too(begin, run):
     compare(resumed.written(), expected.written())
 
 
-# A step of some tenths of a second, which has 200 micro-steps.
-LONG = {**RUN, "-x": 3, "-n": 0, "-v": 0, "-H": 2, "--overlap": 1, "-d": 200 * 32}
+# A step of a second, which has 600 micro-steps.
+LONG = {**RUN, "-x": 3, "-n": 0, "-v": 0, "-H": 2, "--overlap": 1, "-d": 600 * 32}
 ELASTIC = {**LONG, "--outer-transport": "store", "--workers": 2, "--min-workers": 1, "--worker": 0,
            "--grace": 0.1}
 
 
-@pytest.mark.parametrize("options", [{**LONG, "--outer-optimizer": "none"}, {**LONG, "--ranks": 2, "-d": 200 * 64},
+@pytest.mark.parametrize("options", [{**LONG, "--outer-optimizer": "none"}, {**LONG, "--ranks": 2, "-d": 600 * 64},
                                      ELASTIC], ids=["alone", "ranks", "elastic"])
 def test_a_worker_leaves_between_two_micro_steps_and_does_the_step_again(begin, run, tmp_path, options):
     is_elastic = options is ELASTIC
@@ -362,12 +362,27 @@ def test_a_step_without_end_is_left_at_once(begin, ranks):
     assert "stopped by request after step 0 of 1" in start.stdout()
 
 
+@pytest.mark.parametrize("options", [{**ENDLESS, "-n": 10}, {**PARALLEL, "-x": 10**6}], ids=["workers", "ranks"])
+def test_a_second_start_leaves_the_first_run_alone(begin, options):
+    first = begin("run", options)
+    assert wait_until(lambda: steps_logged(first) > 20, first)
+    second = begin("run", options)
+    assert second.wait() == [75] and "a run that has not ended writes into" in second.output()
+    steps = steps_logged(first)
+    assert wait_until(lambda: steps_logged(first) > steps + 20, first)
+    first.launchers[0].send_signal(signal.SIGTERM)
+    assert first.wait() == [143], first.output()
+    lines = (first.folders[0] / "metrics.jsonl").read_text().splitlines()
+    logged = [json.loads(line)["step"] for line in lines if '"type":"step"' in line]
+    assert logged == list(range(1, len(logged) + 1))
+
+
 @pytest.mark.parametrize("options", [FAR, {**FAR, "--overlap": [0, 0]}], ids=["launcher", "process"])
 def test_a_second_request_ends_a_run_at_once(begin, options):
     start = begin("run", {**options, "-n": 0})
     assert wait_until(lambda: steps_logged(start) > 3, start)
     start.launchers[0].send_signal(signal.SIGTERM)
-    time.sleep(1.2)  # within a second it would count as the same request
+    time.sleep(3)  # within a second it would count as the same request
     assert not start.has_ended()  # the next sync is far away
     start.launchers[0].send_signal(signal.SIGTERM)
     assert start.launchers[0].wait(30) == (-signal.SIGTERM if start.is_apart else 143), start.output()

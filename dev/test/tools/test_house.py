@@ -1,12 +1,13 @@
 """The sizes of the house, and its walls: which rooms may include which.
 
 A bar that is not met yet stands beside a ratchet, which is no more than what there was when it was last turned: it goes
-down, until the bar is met and the ratchet is removed. It was raised only six times: when workers could meet in a
+down, until the bar is met and the ratchet is removed. It was raised only seven times: when workers could meet in a
 bucket of S3 (1,000 lines) and one round trip decided a sync (160), when matmuls' algorithms could be timed (116), when
 elastic workers' snapshots went from memory into a file (85), when the CPU's attention multiplied in AMX and matmuls'
 inputs became bf16 (206: a step in bf16 takes a fifth less time), when most activations there became bf16 and gradients
-were overwritten (111: again a sixth), and for what weeks bring: logs of gigabytes, a disk that is full at a restart, a
-kill between a model and its state, a /tmp that is swept (47).
+were overwritten (111: again a sixth), for what weeks bring: logs of gigabytes, a disk that is full at a restart, a kill
+between a model and its state, a /tmp that is swept (47), and once more: a store that is away when a job starts again, a
+second start while the first runs, other programs on a GPU (50).
 """
 import re
 import subprocess
@@ -38,7 +39,7 @@ SIZES = {
     "files directly in llmc/": (25, None, lambda: len(files("llmc", deep=False))),
     "lines of streaming/ without elastic/": (3500, 3848, lambda: lines(STREAMING)),
     "lines of streaming/elastic/": (4000, None, lambda: lines(files("streaming/elastic"))),
-    "lines of the product": (21000, 26890, lambda: lines(
+    "lines of the product": (21000, 26940, lambda: lines(
         [ROOT / "train_gpt.cu", *files("llmc"), *files("streaming")])),
     "lines of README.md": (300, None, lambda: lines([ROOT / "README.md"])),
     "lines of the Makefile": (120, None, lambda: lines([ROOT / "Makefile"])),
