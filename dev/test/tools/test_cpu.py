@@ -15,9 +15,9 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "dev/bench"))
 import bench_cpu
 
-# Functions of the trainer that hold these loops. Softmax is inlined into attention.
+# Functions of the trainer that hold these loops. Softmax is inlined into attention, but not with AVX2 alone.
 LOOPS = {"GELU": r"cpu::(gelu_forward|apply_gelu)\b", "GELU's derivative": r"cpu::gelu_backward<",
-         "attention": r"cpu::attention_forward",
+         "attention": r"cpu::(attention_forward|softmax_row)",
          "attention's derivative": r"cpu::attention_backward",
          "classifier": r"cpu::fused_classifier\(",
          "LayerNorm": r"cpu::(layernorm_row|layernorm_forward|fused_residual)",
