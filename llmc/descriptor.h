@@ -2,8 +2,8 @@
 //     d12, gpt2:d12   GPT-2 with 12 layers, and as many positions as a sequence has tokens
 //     gpt3:c768       GPT-3 with 768 channels and 2048 positions. Its attention is dense here, as in llm.c
 // The sizes are from the papers of GPT-2 and GPT-3 (arXiv 2005.14165, table 2.1) and from llm.c. GPT-3 13B is
-// missing, since its 5140 channels are not divisible by its 40 heads. d72, d84, c1536, c2560 and c12288 run on
-// CPUs alone: their heads have 80 or 96 channels, which attention on GPUs lacks, or there are too many.
+// missing, since its 5140 channels are not divisible by its 40 heads. d72, d84, c1536, c2560 and c12288 run
+// on CPUs alone: they have heads of 80 or 96 channels, or more than 8192 channels.
 #pragma once
 #include <string>
 

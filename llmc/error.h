@@ -1,8 +1,8 @@
 // Errors, by who can do something about them.
 //   UserError     an option, a file or the environment is wrong: main prints `error: what: what to do`,
 //                 exits 2
-//   TemporaryFailure   a UserError that may pass: other processes or the store did not answer in time. A
-//                 batch system may try again: exits 75 (sysexits.h: EX_TEMPFAIL)
+//   TemporaryFailure   a UserError that may pass: others or the store did not answer in time, or an earlier
+//                 start still runs. A batch system may try again: exits 75 (sysexits.h: EX_TEMPFAIL)
 //   RunError      something outside this process failed (a peer died, a disk is full): one line, exits 1, or
 //                 with a status of its own
 // Anything else that is thrown is a bug of this program.

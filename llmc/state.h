@@ -225,7 +225,7 @@ public:
     void wait() const {
         std::unique_lock<std::mutex> lock(mutex);
         changed.wait(lock, [this] { return abandoned || missing == 0; });
-        if (abandoned) { throw RunError("it was given up for the last one, which needs no more means"); }
+        if (abandoned) { throw RunError("it was given up before all of its means had arrived"); }
         const Event all = last_copy;
         lock.unlock();
         all.synchronize();

@@ -17,4 +17,4 @@
 #     memory            -b 64 29 GB, -b 32 15 GB (the .toml's), -b 8 5 GB
 #     host memory       4 GB while eight processes start; then, for checkpoints, 2.7 GB a worker, and
 #                       0.5 GB where the model is written
-RUN=gpt2_124M exec "$(dirname "$0")/run.sh" "$@"
+RUN=gpt2_124M exec scripts/run.sh "$@"

@@ -16,4 +16,4 @@
 #                       -b 16 -r 2 15 GB, -b 4 -r 2 7 GB
 #     host memory       11.4 GB while eight processes start; then, for checkpoints, 7.8 GB a worker, and
 #                       1.4 GB where the model is written
-RUN=gpt2_350M exec "$(dirname "$0")/run.sh" "$@"
+RUN=gpt2_350M exec scripts/run.sh "$@"

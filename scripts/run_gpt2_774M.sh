@@ -16,4 +16,4 @@
 #                       -b 16 -r 2 27 GB, -b 4 -r 2 14 GB
 #     host memory       24.8 GB while eight processes start; then, for checkpoints, 17 GB a worker, and
 #                       3.1 GB where the model is written
-RUN=gpt2_774M exec "$(dirname "$0")/run.sh" "$@"
+RUN=gpt2_774M exec scripts/run.sh "$@"

@@ -15,4 +15,4 @@
 #     memory            -b 32 28 GB, -b 16 15 GB (the .toml's), -b 8 8 GB
 #     host memory       4 GB while eight processes start; then, for checkpoints, 2.8 GB a worker, and
 #                       0.5 GB where the model is written
-RUN=gpt3_125M exec "$(dirname "$0")/run.sh" "$@"
+RUN=gpt3_125M exec scripts/run.sh "$@"

@@ -86,8 +86,8 @@ inline OuterBytes outer_bytes(const DilocoOptions& options, const Layout& layout
     const double residuals = options.outer_error_feedback ? 4 * holders : 0;  // bytes a value
     const double feedback = residuals * (all + kept * largest);
     const double payloads = (options.is_elastic() ? 1 : flying) * (is_all_to_all ? 3 : workers + 1);
-    const double means = is_all_to_all ? 4 * largest / workers + payload
-                                       : has_mean_row(workers) ? 4 * largest : 0;
+    const bool has_mean = has_mean_row(workers) && !options.is_elastic();
+    const double means = is_all_to_all ? (4 * largest + payload) / workers : has_mean ? 4 * largest : 0;
     const double wire = 4 * largest + payloads * payload + means + feedback;
     // Pinned; of each sync in flight; and of what is being sent, in a request and in a connection's buffer.
     const double copies = workers + double(fragments.size()) + flying * (workers + 1) + 2;

@@ -90,9 +90,7 @@ public:
         Patience patience(group.timeout);
         while (!event.query()) {
             check();
-            if (patience.is_over()) {
-                fail_waiting("an exchange; over a slow link raise it, or give --outer-transport tcp");
-            }
+            if (patience.is_over()) { fail_waiting(options.blocking ? "a collective" : slow_link); }
             nap(patience);
         }
         std::unique_lock<std::mutex> lock(mutex);
@@ -101,6 +99,8 @@ public:
     }
 
 private:
+    static constexpr const char* slow_link = "an exchange: over a slow link raise --timeout, or give "
+                                             "--outer-transport tcp";
     struct Timing {
         cudaEvent_t begin, end;
         Traffic* traffic;

@@ -422,8 +422,8 @@ private:
         if (is_elastic && !is_mistake(run)) { say(line); }
     }
 
-    // Whether a user's mistake, which was printed, ended the run. Only at the first start: after a restart,
-    // status 2 may mean no more than a store that cannot be reached for a while.
+    // Whether a user's mistake, which was printed, ended the run. Only at the first start: later one may have
+    // another reason, such as a folder that is away for a while.
     static bool is_mistake(const LaunchedRun& run) {
         return run.culprit->status == 2 && !run.culprit->errors.empty() && run.restarts.count == 0;
     }

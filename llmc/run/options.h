@@ -119,7 +119,7 @@ inline OptionTable option_table(Options& o) {
     });
     add_section(table, "Training step", true, {
         {"-b,--batch", &o.batch, "Sequences in a micro-batch of one process", Scope::derived,
-         CLI::Range(1, 65535)},  // as many blocks in z as a kernel on GPUs may have
+         CLI::Range(1, runs_on_gpu ? 65535 : 1 << 20)},  // a grid on GPUs has no more in z
         {"-t,--seq-len", &o.seq_len, "Tokens in a sequence", Scope::run, positive_int},
         {"-d,--total-batch", &o.total_batch,
          "Tokens per step and worker (0: one micro-batch of each of its ranks)", Scope::derived,
@@ -384,8 +384,8 @@ inline Options read_config(std::istream& toml) {
 }
 
 // H if -H is not given: the paper's 100 if the run then has 1000 outer steps, since a run with few of them
-// ends at a higher loss (report.h); else the paper's 30, or a tenth of the steps if that is less, but at
-// least 10.
+// ends at a higher loss (report.h); else the paper's 30, or a tenth of the steps if that is less and known,
+// but at least 10.
 inline long usual_inner_steps(long steps) {
     return steps >= 100'000 ? 100 : std::clamp(steps / 10, 10L, 30L);
 }
@@ -407,7 +407,7 @@ inline void resolve_inner_steps(Options& o) {
         const long steps =
             counts ? DataLoader::tokens_in(o.train_data) / (o.total_batch * o.workers) : o.max_steps;
         H = !o.diloco.streams() ? 100 : steps < 0 ? 30 : usual_inner_steps(steps);
-        why = (steps < 0 ? "" : format(" for %ld steps", steps)) + " (100 from 100000 steps on)";
+        why = steps < 0 ? "" : format(" for %ld steps (100 from 100000 steps on)", steps);
     }
     if (o.diloco.streams()) { o.notes.push_back(format("-H is not given: H = %ld", H) + why); }
 }

@@ -161,7 +161,7 @@ struct Process {
         keeper.reset();
     }
 
-    // Ends this process with its one line on stderr: status 2 for a UserError, otherwise 1. To be called
+    // Ends this process with its one line on stderr and the error's exit_status(). To be called
     // where an error is caught while communicators still exist: their threads may be waiting for a process
     // that is alive, and destructors would wait with them. A failure of this process's own is written down
     // for the others to report. Of several threads that find an error, the first one's counts.

@@ -123,8 +123,8 @@ public:
         context.reset(redisConnectWithTimeout(address.host.c_str(), address.port, limit));
         if (!context || context->err) {
             throw TemporaryFailure("cannot reach the store at " + where() + " (" +
-                            (context ? context->errstr : "out of memory") +
-                            "): start a Redis or Valkey server there, or correct --store");
+                                   (context ? context->errstr : "out of memory") +
+                                   "): start a Redis or Valkey server there, or correct --store");
         }
         redisEnableKeepAlive(context.get());
         reader.reset(redisReaderCreate());
@@ -133,10 +133,13 @@ public:
             log_in(timeout);
             socket->limit_silence(silence);
         } catch (const ConnectionLost& error) {
+            const bool is_other = strncmp(error.what(), "Protocol error", 14) == 0;
             close();
-            throw UserError("the server at " + where() + " does not answer like Redis (" + error.what() +
-                            "): correct --store (" +
-                            (address.tls ? "without TLS it is redis://)" : "over TLS it is rediss://)"));
+            const char* other = address.tls ? "without TLS it is redis://)" : "over TLS it is rediss://)";
+            const std::string text = "the server at " + where() + " does not answer like Redis (" +
+                                     error.what() + "): start this later, or correct --store (" + other;
+            if (is_other) { throw UserError(text); }
+            throw TemporaryFailure(text);
         } catch (...) {
             close();
             throw;

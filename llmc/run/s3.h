@@ -339,6 +339,8 @@ private:
             advice = "set a new AWS_SESSION_TOKEN with its keys";
         } else if (code == "AccessDenied" || code == "AllAccessDisabled") {
             advice = "allow this key to get, put, delete and list below " + settings.url;
+        } else if (status == 403 && code.empty()) {
+            advice = "something on the way to the store refuses: look at proxies and firewalls";
         } else if (status == 401 || status == 403) {
             advice = "correct AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION";
         }

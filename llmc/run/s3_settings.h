@@ -81,12 +81,12 @@ inline S3Profile s3_profile() {
     return profile;
 }
 
-// Whether all addresses of a host are of this machine or a private network. UserError if it has none.
+// Whether all addresses of a host are of this machine or a private network. TemporaryFailure if it has none.
 inline bool is_private_host(const std::string& host) {
     addrinfo hints = {}, *list = nullptr;
     hints.ai_socktype = SOCK_STREAM;
     if (getaddrinfo(host.c_str(), nullptr, &hints, &list) != 0) {
-        throw UserError("there is no address for " + host + ": correct AWS_ENDPOINT_URL, or try again later");
+        throw TemporaryFailure("no address for " + host + ": try again, or correct AWS_ENDPOINT_URL");
     }
     const std::unique_ptr<addrinfo, void (*)(addrinfo*)> freed(list, freeaddrinfo);
     for (const addrinfo* one = list; one; one = one->ai_next) {

@@ -47,13 +47,19 @@ inline void make_folder(const std::string& folder) {
     if (error) { throw UserError("cannot write into " + folder + " (" + error.message() + "): correct -o"); }
 }
 
-// Until this process ends: a second start of the same run must not write into its files. Elastic workers may
-// be started again while they run, and take their own place.
-inline void lock_folder(const std::string& folder) {
-    make_folder(folder);
-    const int descriptor = open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (descriptor >= 0 && flock(descriptor, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) {
-        throw TemporaryFailure("a run that has not ended writes into " + folder + ": give another -o");
+// If -o is there, process 0 locks it until it ends: a second start of the same run must not write into its
+// files. Elastic workers may be started again while they run, and take their own place.
+inline void lock_folder(const Options& o, const Process& process) {
+    if (process.index() != 0 || o.output.empty() || o.diloco.is_elastic()) { return; }
+    static int descriptor = -1;
+    if (descriptor < 0) { descriptor = open(o.output.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC); }
+    for (Patience patience(2); descriptor >= 0 && flock(descriptor, LOCK_EX | LOCK_NB) != 0;) {
+        if (errno != EWOULDBLOCK) { return; }  // this file system has no locks
+        if (patience.is_over()) {
+            throw TemporaryFailure("a run that has not ended writes into " + o.output +
+                                   ": wait for its end, or give another -o");
+        }
+        patience.pause();
     }
 }
 
@@ -81,7 +87,7 @@ inline LaunchOptions launch_options(const Options& o) {
             o.elastic.restarts};
 }
 
-// Before anything but the folder is written: all processes agree on the options and divide the data.
+// Before anything is written: all processes agree on the options and divide the data.
 // check_log: further checks, made by every process
 inline void agree(const Options& o, Process& process, Inputs& in, const std::function<void()>& check_log) {
     process.check_fingerprint(fingerprint(o, in));
@@ -91,9 +97,7 @@ inline void agree(const Options& o, Process& process, Inputs& in, const std::fun
         if (!o.output.empty() && !o.resume) { refuse_models(checkpoint_folder(o, process)); }
     });
     check_outer_interface(o.diloco.transport, o.interface);
-    process.check_together("folder", [&] {
-        if (process.index() == 0 && !o.output.empty() && !o.diloco.is_elastic()) { lock_folder(o.output); }
-    });
+    process.check_together("folder", [&] { lock_folder(o, process); });
 }
 
 // Calls `work`. If it throws, this process ends at once with a one-line message, and the other processes
@@ -134,6 +138,7 @@ struct Session {
           report(o, process, in, fragments, device.name, sync_bytes, totals, logger, status),
           watchdog(process) {
         if (!o.output.empty()) { make_folder(folder); }
+        lock_folder(o, process);
     }
 
     // Connects the ranks of this worker, and the workers if they run in lock-step. The watchdog watches,

@@ -6,8 +6,9 @@
 // It carries addresses, run ids and the cause of a failure, not gradients. A single process uses a
 // MemoryStore.
 //
-// A user's mistake (unknown scheme, unreachable server, wrong password, unwritable folder) is a UserError
-// when the store is opened; a store that fails later is a RunError. Several threads may call all methods.
+// A user's mistake (unknown scheme, wrong password, unwritable folder) is a UserError when the store is
+// opened, a server that cannot be reached a TemporaryFailure; a store that fails later is a RunError. Several
+// threads may call all methods.
 #pragma once
 #include <errno.h>
 #include <pthread.h>

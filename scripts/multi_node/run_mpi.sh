@@ -37,13 +37,9 @@ done
 # this script's whole group (Ctrl-C, timeout) does not reach it.
 warn_of mpirun "$@"
 is_interrupted=1 status=1
-pass_on() {
-    is_interrupted=1
-    [ -n "${!:-}" ] || exit 143 # mpirun is not started yet
-    kill "-$1" $! || true
-}
-trap 'pass_on USR1' TERM USR1 HUP
-trap 'pass_on INT' INT QUIT # at once
+# Without $! it is not started yet.
+trap 'is_interrupted=1; [ -n "${!:-}" ] || exit 143; kill -USR1 $! || true' TERM USR1 HUP
+trap 'is_interrupted=1; [ -n "${!:-}" ] || exit 143; kill -INT $! || true' INT QUIT # at once
 setsid mpirun -np $((WORKERS * RANKS)) ${HOSTFILE:+--hostfile "$HOSTFILE"} --map-by slot --bind-to none \
     "${passed_on[@]}" "$PROGRAM" "${training[@]}" "$@" &
 mpirun=$!

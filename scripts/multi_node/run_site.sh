@@ -34,5 +34,6 @@ train_by "$WORKERS" "$RANKS"
 
 # TCP: between sites NCCL would hold a part of the GPU while it waits for the network.
 transport=$(setting outer-transport)
-exec "$PROGRAM" "${training[@]}" --worker "$WORKER" --interface "$INTERFACE" --outer-transport "${transport:-tcp}" \
+[ "$transport" = store ] || transport=tcp
+exec "$PROGRAM" "${training[@]}" --worker "$WORKER" --interface "$INTERFACE" --outer-transport "$transport" \
     --run-name "$RUN_NAME" --timeout "$TIMEOUT" "$@"

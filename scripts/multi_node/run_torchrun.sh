@@ -26,7 +26,7 @@ if ! [[ $NODE =~ ^(0|[1-9][0-9]*)$ && $NODE -lt $NODES ]]; then
     fail "this is node '$NODE' of $NODES: set NODE to 0 ... $((NODES - 1))"
 fi
 ((NODES > 1)) || MASTER=${MASTER:-localhost:29500}
-[[ $MASTER =~ :[0-9]+$ ]] || fail "MASTER is '$MASTER': set it to HOST:PORT of node 0, the same on all nodes"
+[[ $MASTER =~ .:[0-9]+$ ]] || fail "MASTER is '$MASTER': set it to HOST:PORT of node 0, the same on all nodes"
 if ((NODES * GPUS % WORKERS != 0)); then
     fail "$NODES x $GPUS processes do not divide into $WORKERS workers: set WORKERS"
 fi

@@ -6,7 +6,7 @@
 is_ended=0  # 1: this shell got SIGTERM, too: SLURM ends the job, or puts it back into the queue by itself
 status=127  # exit status of the training
 stopped=143 # status of a training that was asked to stop, and has written a checkpoint
-unmet=75    # status of a training whose other workers, or store, did not answer in time
+unmet=75    # status after what may pass: others or the store did not answer, an earlier start still runs
 mistake=2   # status after a mistake that the user has to correct
 replaced=76 # status of an elastic worker whose place another process has taken
 

@@ -311,7 +311,8 @@ private:
         return hashes[size_t(p)] = shard.hash(p, *now.main);
     }
 
-    // A worker that has not trained since its last send that counted has no payload.
+    // A worker that has not trained since its last send that counted has no payload; nor has one that resumes
+    // at the send step with error feedback: what the earlier start has sent may still count.
     void encode(long number) override {
         const Stopwatch work{shard_seconds};
         Stream& main = *now.main;
@@ -319,7 +320,7 @@ private:
         const size_t p = size_t(sync.fragment);
         Outgoing& out = outgoing[p];
         out.sync = number;
-        out.tokens = now.tokens - tokens_at_send[p];
+        out.tokens = shard.feedback.is_in_flight(number) ? 0 : now.tokens - tokens_at_send[p];
         out.encoded.reset();
         if (out.tokens == 0) { return; }
         const PayloadLayout layout = layout_of(sync);
@@ -329,7 +330,6 @@ private:
         shard.encode(payload, layout, sync, out.tokens, 0, delta, out.sums.data(), main);
         device::copy_to_host_later(out.bytes.data(), payload.data(), long(layout.bytes), main);
         main.record(out.written);
-        tokens_at_send[p] = now.tokens;
     }
 
     // On one of the log's threads; the log's lock keeps all other calls out.
@@ -350,9 +350,8 @@ private:
         const Stopwatch work{shard_seconds};
         const Sync sync = sync_of(number);
         Stream& main = *now.main;
-        const long due_step = sync.send_step + shard.options.overlap;
-        SyncReport report{sync.number, sync.fragment, sync.send_step, due_step, {}, idle_from,
-                          stamp(main), hashes[size_t(sync.fragment)], {}};
+        SyncReport report{sync.number, sync.fragment, sync.send_step, sync.send_step + shard.options.overlap,
+                          {}, idle_from, stamp(main), hashes[size_t(sync.fragment)], {}};
         report.log = LogReport{{}, counted};
         for (const Contribution& one : contributions) { note_header(one, sync, report); }
         if (report.applied()) {
@@ -368,8 +367,11 @@ private:
         applied.synchronize();  // then the received payloads may be overwritten, and the sums are there
         Outgoing& out = outgoing[size_t(sync.fragment)];
         const bool has_payload = out.sync == sync.number && out.tokens > 0;
-        // The next delta has this progress, too, and so its tokens.
-        if (has_payload && !counted) { tokens_at_send[size_t(sync.fragment)] -= out.tokens; }
+        // What counts, perhaps of an earlier start that came further, takes its tokens from the next delta's.
+        for (const auto& one : report.log->contributors) {
+            uint64_t& until = tokens_at_send[size_t(sync.fragment)];
+            if (one.worker == worker) { until = std::min(now.tokens, until + one.tokens); }
+        }
         // How much was received is known to note_events().
         if (has_payload && out.encoded) { report.traffic.bytes_sent = out.encoded->payload.size(); }
         if (report.applied()) {  // of the contributors; what encoding lost is known if this worker has sent
@@ -557,7 +559,7 @@ private:
     const ElasticCallbacks callbacks;
     const InnerMoments moments;
     std::vector<Outgoing> outgoing;        // of each fragment
-    std::vector<uint64_t> tokens_at_send;  // of each fragment
+    std::vector<uint64_t> tokens_at_send;  // of each fragment: at the last send that counted
     std::vector<uint64_t> hashes;          // of each fragment's global parameters
     Buffer<uint8_t> payload;               // (largest payload)
     Buffer<uint8_t> received;              // (workers, payload)

@@ -316,13 +316,10 @@ private:
     std::set<long> waits_told;  // syncs that it has said it waits for
 
     std::vector<Asked> asked, listened_for;  // and not yet answered: of requests(), listen()
-    double asked_at = 0;
+    double asked_at = 0, cut_off_since = 0, retry_at = 0;
     bool asks_beats = false;  // after what some fragment asks
     bool is_cut_off = false;  // its last answer was lost, for this reason
-    std::string trouble;
-    std::string listen_trouble;  // why the last answer to listen() was lost
-    double cut_off_since = 0;
-    double retry_at = 0;
+    std::string trouble, listen_trouble;  // ... of listen()
     std::vector<Asked> chores;
     bool chores_can_wait = false;
 

@@ -184,8 +184,9 @@ inline bool SyncLog::may_leave() const {
 }
 
 inline void SyncLog::ask_chores() {
-    for (Asked& chore : chores) { asked.push_back(std::move(chore)); }
-    chores.clear();
+    const auto end = chores.begin() + std::min<long>(long(chores.size()), 64);  // more would hold up payloads
+    std::move(chores.begin(), end, std::back_inserter(asked));
+    chores.erase(chores.begin(), end);
 }
 
 // -----------------------------------------------------------------------------------------------------------

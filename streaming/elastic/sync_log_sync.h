@@ -455,7 +455,8 @@ inline void SyncLog::take_chunk(Slot& slot, size_t i, size_t at, const StoreAnsw
     const bool is_in_line = one.bytes <= options.in_line;
     const size_t begin = is_in_line ? answer.value.find('\n') + 1 : 0;  // 0 in a line: there is no payload
     if (!answer.found || (is_in_line && begin == 0)) {
-        return fall_behind(format("finds a payload of sync %ld gone", slot.sync));
+        const char* advice = snapshot.attempt > 1 ? ": if it repeats, give all others a larger --retain" : "";
+        return fall_behind(format("finds a payload of sync %ld gone", slot.sync) + advice);
     }
     const std::string_view chunk = std::string_view(answer.value).substr(begin);
     const size_t bytes = std::min(chunk_of(one.bytes), one.bytes - at);

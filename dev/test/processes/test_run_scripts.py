@@ -211,8 +211,8 @@ def run_by_stand_ins(script, environment, says_its_words, *arguments):
     for launcher in ("srun", "mpirun", "torchrun"):
         shutil.copy(says_its_words, says_its_words.parent / launcher)
     path = f"{says_its_words.parent}:{os.environ['PATH']}"
-    places = {"NODE": 0, "WORKER": 0, "INTERFACE": "lo", "DILOCO_STORE": "file:store", "SLURM_JOB_ID": 1,
-              "SLURM_JOB_NUM_NODES": 2}
+    places = {"NODE": 0, "MASTER": "node0:29500", "WORKER": 0, "INTERFACE": "lo", "DILOCO_STORE": "file:store",
+              "SLURM_JOB_ID": 1, "SLURM_JOB_NUM_NODES": 2}
     places["SLURM_NTASKS"] = 8 if "site" in script.name else 16
     places = {name: str(value) for name, value in places.items()}
     environment = {**places, **environment, "PATH": path, "PROGRAM": str(says_its_words)}
@@ -242,6 +242,19 @@ def test_a_script_whose_launcher_ends_all_workers_says_so_if_they_are_elastic(
     config.write_text((SCRIPTS / "gpt2_124M.toml").read_text() + 'outer-transport = "store"\n')
     says = run_by_stand_ins(script, {**environment, "CONFIG": str(config)}, says_its_words).stderr
     assert says.startswith("warning: ") == ends_all
+
+
+@pytest.mark.parametrize("script", [MULTI_NODE / "run_site.sh", MULTI_NODE / "run_slurm_site.sbatch"])
+@pytest.mark.parametrize("named, given", [(None, "tcp"), ("nccl", "tcp"), ("store", "store")])
+def test_a_site_exchanges_over_tcp_unless_the_toml_wants_elastic_workers(
+    script, named, given, tokens, tmp_path, says_its_words
+):
+    config = tmp_path / "x.toml"
+    line = f'outer-transport = "{named}"\n' if named else ""
+    config.write_text((SCRIPTS / "gpt2_124M.toml").read_text() + line)
+    environment = environment_of_scripts(tokens, tmp_path / "run", CONFIG=str(config))
+    words = words_of_the_program(script, environment, says_its_words)
+    assert words[words.index("--outer-transport") + 1] == given
 
 
 def test_a_toml_is_read_with_comments_another_system_s_line_ends_and_an_unended_last_line(
@@ -707,7 +720,7 @@ def test_mpirun_takes_variables_to_other_nodes_and_does_not_show_the_password(to
 
 
 @pytest.mark.parametrize("to", ["the script", "its group"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP], ids=lambda number: number.name)
 def test_a_run_that_mpirun_has_started_has_the_time_to_stop(tokens, tmp_path, number, to):
     open_mpi()
     # Longer than the two seconds that Open MPI leaves. As the program's, none leaves before all have written.
@@ -913,7 +926,12 @@ MISTAKES = {
     "run_torchrun.sh, no node": ({}, "this is node '' of 2"),
     "run_torchrun.sh, no decimal number": ({"NODE": "08"}, "this is node '08' of 2"),
     "run_torchrun.sh, node too large": ({"NODE": 2}, "this is node '2' of 2"),
-    "run_torchrun.sh, odd workers": ({"NODE": 0, "GPUS": 3, "WORKERS": 4}, "2 x 3 processes do not divide"),
+    "run_torchrun.sh, no master": ({"NODE": 0}, "MASTER is ''"),
+    "run_torchrun.sh, no port": ({"NODE": 0, "MASTER": "node0"}, "MASTER is 'node0'"),
+    "run_torchrun.sh, odd workers": (
+        {"NODE": 0, "MASTER": "a:1", "GPUS": 3, "WORKERS": 4},
+        "2 x 3 processes do not divide",
+    ),
     "run_site.sh, no number": ({"WORKER": 0, "BATCH": "-1"}, "BATCH is '-1'"),
     "run_site.sh, no worker": ({}, "this site is worker '' of 2"),
     "run_site.sh, no decimal number": ({"WORKER": "08"}, "this site is worker '08' of 2"),
