@@ -681,16 +681,21 @@ void resume_in_mid_flight(bool is_counted) {
     Endings endings(3);
     TemporaryFolder folder;
     std::atomic<bool> is_dead{false}, is_back{false};
+    std::vector<uint64_t> tokens_at(size_t(plan.last) + 1);  // of worker 2, after each step
+    const auto note_tokens = [&](long step, const Member& member) {  // also of steps that it may jump over now
+        if (member.worker == 2) { std::fill(&tokens_at[size_t(step)], &tokens_at.back() + 1, member.tokens); }
+    };
     expect_no_errors(run_members(3, [&](int worker) {
         auto member = std::make_unique<Member>(plan, store, worker);
         long step = member->begin();
         while (step < plan.last) {
             member->move(++step);
+            note_tokens(step, *member);
             if (worker == 2 && step == 26 && !is_dead && !is_counted) { member->is_cut = true; }
             member->after(*member->loop, step);
             if (step == 26 && is_counted) { wait_until([&] { return store.has("/sent/3", "2."); }); }
             if (worker == 2 && step == 27 && !is_dead) {
-                                const std::string path = folder / "state";
+                const std::string path = folder / "state";
                 const std::string after = member->section("residuals"),
                                   before = member->section("residuals_before");
                 EXPECT_NE(residuals_of(after, 1), residuals_of(before, 1));
@@ -702,6 +707,7 @@ void resume_in_mid_flight(bool is_counted) {
                 step = member->resume(path);
                 while (member->reports.empty()) {
                     member->move(++step);
+                    note_tokens(step, *member);
                     member->after(*member->loop, step);
                 }
                 EXPECT_EQ(member->snapshots_taken, 0);
@@ -717,6 +723,15 @@ void resume_in_mid_flight(bool is_counted) {
         endings[size_t(worker)] = ending_of(*member);
     }));
     expect_one_history(endings);
+    uint64_t counted[3] = {};  // of worker 2: none are lost, and none count twice
+    for (const SyncReport& report : endings[0].reports) {
+        for (const auto& one : report.log->contributors) {
+            if (one.worker != 2) { continue; }
+            counted[report.fragment] += one.tokens;
+            EXPECT_EQ(counted[report.fragment], tokens_at[size_t(report.send_step)]) << report.sync;
+        }
+    }
+    EXPECT_GT(counted[1], tokens_at[27]);
 }
 
 TEST(ElasticDiloco, a_worker_that_resumes_in_mid_flight_keeps_what_rounding_lost_of_a_payload_that_counts) {
