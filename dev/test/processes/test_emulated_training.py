@@ -2,6 +2,7 @@
 processes, faults on purpose."""
 
 import re
+import struct
 import subprocess
 import time
 
@@ -120,6 +121,26 @@ def test_the_trainer_has_no_race_between_its_streams(train, workers, transport):
     calm = train("calm", options, trainer=EMULATED)
     run = train("watched", options, environment=environment(1), trainer=RACES, seconds=300)
     assert run.model() == calm.model()
+
+
+def model_file(path, padded):
+    """A model of zeros, whose vocabulary of 64 is padded to so many rows."""
+    T, V, L, NH, C = 64, 64, 1, 1, 64
+    values = (padded + T) * C + L * (12 * C * C + 13 * C) + 2 * C
+    path.write_bytes(struct.pack("<8i", 20240326, 3, T, V, L, NH, C, padded) + bytes(1024 - 32 + 4 * values))
+    return path
+
+
+@pytest.mark.parametrize("sizes, words", [((1, 2, 192), "heads of 96 values"), ((1, 1, 32), "heads of 32 values"),
+                                          ((1, 65, 8320), "8320 channels"), (None, "its vocabulary to 68 rows")])
+def test_a_shape_that_the_kernels_lack_is_a_user_s_mistake(train, tmp_path, sizes, words):
+    names = ("--layers", "--heads", "--channels")
+    model = dict(zip(names, sizes or (None,) * 3))
+    if sizes is None:
+        model.update({"--vocab-size": None, "-e": model_file(tmp_path / "model.bin", 68)})
+    run = train("run", {**SMALL, **model}, status=2, trainer=EMULATED)
+    assert run.stderr.startswith("error: ") and words in run.stderr and run.stderr.count("\n") == 1
+    assert not run.folder.exists()
 
 
 def test_an_interface_that_nccl_would_not_find_is_a_user_s_mistake(train):
