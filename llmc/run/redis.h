@@ -133,7 +133,9 @@ public:
             log_in(timeout);
             socket->limit_silence(silence);
         } catch (const ConnectionLost& error) {
-            const bool is_other = strncmp(error.what(), "Protocol error", 14) == 0;
+            // One that is closed at once may be a front whose server is away, or want TLS.
+            const bool is_other =
+                strstr(error.what(), "Protocol error") || strstr(error.what(), "wrong version number");
             close();
             const char* other = address.tls ? "without TLS it is redis://)" : "over TLS it is rediss://)";
             const std::string text = "the server at " + where() + " does not answer like Redis (" +

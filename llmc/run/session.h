@@ -63,6 +63,15 @@ inline void lock_folder(const Options& o, const Process& process) {
     }
 }
 
+// Before the logs, which truncate old files. Returns -o.
+inline const std::string& made_and_locked(const Options& o, Process& process) {
+    process.check_together("lock", [&] {
+        if (!o.output.empty()) { make_folder(checkpoint_folder(o, process)); }
+        lock_folder(o, process);
+    });
+    return o.output;
+}
+
 // Identifies this process and `step` in a checkpoint that is written or resumed from.
 inline StateIdentity state_identity(const Options& o, const Process& process, long step,
                                     const std::string& lineage) {
@@ -132,14 +141,11 @@ struct Session {
         : options(o), process(process), folder(checkpoint_folder(o, process)), resumed(std::move(resumed_)),
           device(with_room(choose_device(process, o.diloco.streams() && o.diloco.transport == "nccl"),
                            memory)),
-          logger(o.output, number_among_all(o, process), o.workers * o.ranks, o.resume != 0,
-                 log_cut(o, resumed, in.steps)),
+          logger(made_and_locked(o, process), number_among_all(o, process), o.workers * o.ranks,
+                 o.resume != 0, log_cut(o, resumed, in.steps)),
           status(stdout, process.terminal, process.terminal ? 0.1 : 5.0),
           report(o, process, in, fragments, device.name, sync_bytes, totals, logger, status),
-          watchdog(process) {
-        if (!o.output.empty()) { make_folder(folder); }
-        lock_folder(o, process);
-    }
+          watchdog(process) {}
 
     // Connects the ranks of this worker, and the workers if they run in lock-step. The watchdog watches,
     // since NCCL's blocking calls would wait for ever for a process that has died.

@@ -311,8 +311,7 @@ private:
         return hashes[size_t(p)] = shard.hash(p, *now.main);
     }
 
-    // A worker that has not trained since its last send that counted has no payload; nor has one that resumes
-    // at the send step with error feedback: what the earlier start has sent may still count.
+    // No payload: not trained since its last send that counted, or resumed amid a send with error feedback.
     void encode(long number) override {
         const Stopwatch work{shard_seconds};
         Stream& main = *now.main;
@@ -367,10 +366,10 @@ private:
         applied.synchronize();  // then the received payloads may be overwritten, and the sums are there
         Outgoing& out = outgoing[size_t(sync.fragment)];
         const bool has_payload = out.sync == sync.number && out.tokens > 0;
-        // What counts, perhaps of an earlier start that came further, takes its tokens from the next delta's.
+        const bool is_own = has_payload || log_start.from_checkpoint;  // of this start or the one it resumes
+        uint64_t& until = tokens_at_send[size_t(sync.fragment)];
         for (const auto& one : report.log->contributors) {
-            uint64_t& until = tokens_at_send[size_t(sync.fragment)];
-            if (one.worker == worker) { until = std::min(now.tokens, until + one.tokens); }
+            if (is_own && one.worker == worker) { until = std::min(now.tokens, until + one.tokens); }
         }
         // How much was received is known to note_events().
         if (has_payload && out.encoded) { report.traffic.bytes_sent = out.encoded->payload.size(); }
@@ -505,6 +504,7 @@ private:
         shard.feedback.clear(main);
         for (Outgoing& out : outgoing) { out.sync = -1, out.encoded.reset(); }
         tokens_at_send.assign(tokens_at_send.size(), now.tokens);
+        log_start.from_checkpoint = false;
     }
 
     // -------------------------------------------------------------------------------------------------------

@@ -171,7 +171,7 @@ inline void SyncLog::choose_running(double now) {
         give();
     }
     if (asks_beats || now >= looks_around_at()) { look_around(moves); }
-    if ((asked.empty() || cannot_give()) && may_leave()) {
+    if ((asked.empty() || (cannot_give() && chores.empty())) && may_leave()) {
         ask({StoreRequest::put, key("done"), std::to_string(me.worker), std::to_string(step)},
             [this](const StoreAnswer&, double) { has_left = true; });
     }
