@@ -33,7 +33,7 @@ meet_at_redis
 train_by "$WORKERS" "$RANKS"
 
 # TCP: between sites NCCL would hold a part of the GPU while it waits for the network.
-transport=$(setting outer-transport)
-[ "$transport" = store ] || transport=tcp
+transport=tcp
+! is_elastic || transport=store # CONFIG says so
 exec "$PROGRAM" "${training[@]}" --worker "$WORKER" --interface "$INTERFACE" --outer-transport "$transport" \
     --run-name "$RUN_NAME" --timeout "$TIMEOUT" "$@"
