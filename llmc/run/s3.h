@@ -340,7 +340,7 @@ private:
         } else if (code == "AccessDenied" || code == "AllAccessDisabled") {
             advice = "allow this key to get, put, delete and list below " + settings.url;
         } else if (status == 403 && code.empty()) {
-            advice = "something on the way to the store refuses: look at proxies and firewalls";
+            advice = "correct AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or look at the proxies on the way";
         } else if (status == 401 || status == 403) {
             advice = "correct AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION";
         }

@@ -114,7 +114,7 @@ REFUSED = {
     "unknown_key": (error(403, "InvalidAccessKeyId"), 2, "correct AWS_ACCESS_KEY_ID"),
     "wrong_secret": (error(403, "SignatureDoesNotMatch"), 2, "AWS_SECRET_ACCESS_KEY"),
     "forbidden": (error(403, "AccessDenied"), 2, "allow this key to get, put, delete and list below s3://runs/ours"),
-    "bare_403": (error(403), 2, "correct AWS_ACCESS_KEY_ID"),
+    "bare_403": (error(403), 2, "correct AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or look at the proxies"),
     "old_token": (error(400, "ExpiredToken"), 2, "set a new AWS_SESSION_TOKEN"),
     "other_region": (error(400, "AuthorizationHeaderMalformed", "<Region>eu-west-3</Region>"), 2,
                      "set AWS_REGION to the bucket's region, eu-west-3"),
