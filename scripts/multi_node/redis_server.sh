@@ -5,7 +5,8 @@
 #     ADDRESS=10.7.0.1 scripts/multi_node/redis_server.sh
 # It stays in the foreground; Ctrl-C ends it. A run in lock-step uses it only when it begins and ends, so any
 # machine will do. In an elastic run (--outer-transport store) all payloads go through it, so it should run
-# where the link is best. Acknowledged data is on its disk and survives a crash. Redis does not encrypt:
+# where the link is best. Acknowledged data is on its disk and survives a crash, but nothing starts the server
+# again: let systemd do it (Restart=always, and DATA on a disk that the run does not fill). Redis does not encrypt:
 # ADDRESS is that of a WireGuard interface (README.md beside this script), or of a network that you trust.
 set -euo pipefail
 
@@ -19,6 +20,8 @@ fail() {
     echo "error: $1" >&2
     exit 2
 }
+[ "$DATA" != log/redis ] || [ -f scripts/training.sh ] ||
+    fail "no scripts/training.sh: start this from the folder of the program, or set DATA"
 command -v "$SERVER" >/dev/null || fail "there is no $SERVER: install it, or set SERVER"
 password=${REDIS_PASSWORD:-$(cat "$PASSWORD_FILE" 2>/dev/null || true)}
 [ -n "$password" ] || fail "no password in $PASSWORD_FILE: (umask 077; openssl rand -hex 32 >$PASSWORD_FILE)"

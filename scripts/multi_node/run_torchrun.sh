@@ -7,7 +7,9 @@
 # a Redis server (redis://:PASSWORD@HOST:6379). A worker is a node, unless WORKERS divides the processes
 # otherwise. RUN says what is trained (training.sh lists the runs). Started again with the same OUT, a run
 # resumes from its newest checkpoint. SIGTERM to torchrun stops a run with a checkpoint if half a minute is
-# enough; then torchrun kills the rest. Options after the script's name win over those of the .toml.
+# enough; then torchrun kills the rest. torchrun itself ends with 1 whatever the program's status was, so do not
+# start it again in a loop: a worker that another process has replaced would take its place back. For one worker
+# of several sites use run_site.sh. Options after the script's name win over those of the .toml.
 set -euo pipefail
 
 # OMP_NUM_THREADS is 1 if it is not set: with PROGRAM=./train_gpt_cpu, set it

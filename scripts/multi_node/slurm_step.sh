@@ -10,9 +10,12 @@ unmet=75    # status after what may pass: others or the store did not answer, an
 mistake=2   # status after a mistake that the user has to correct
 replaced=76 # status of an elastic worker whose place another process has taken
 
-# The newest step of which this run has a whole checkpoint; an elastic worker's are in OUT/worker_W.
+# The newest step of which this run has a whole checkpoint; an elastic worker's are in OUT/worker_W. WORKER: this
+# job's only one, if set
 newest_checkpoint() {
-    { find "$OUT" -maxdepth 2 -name 'DONE_????????' -printf '%f\n' 2>/dev/null || true; } | sort | tail -n 1
+    local worker="worker_${WORKER:-*}"
+    { find "$OUT"/ -maxdepth 2 \( -path "$OUT/DONE_*" -o -path "$OUT/$worker/DONE_*" \) -name 'DONE_????????' \
+        -printf '%f\n' 2>/dev/null || true; } | sort | tail -n 1
 }
 
 # run_step PROGRAM ARGUMENT...: runs it in all tasks and waits for the last.
@@ -44,7 +47,9 @@ run_step() {
 requeue() {
     local job=$SLURM_JOB_ID
     [ -z "${SLURM_ARRAY_TASK_ID:-}" ] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
-    scontrol requeue "$job" || true # in salloc it fails with a message
+    local tries=1 # in salloc it fails with a message
+    [ "${ENVIRONMENT:-}" != BATCH ] || tries=12 # for three minutes: SLURM's controller may be away
+    until scontrol requeue "$job" || ((--tries == 0)); do sleep 15; done
 }
 
 # A run that was stopped by its time limit, by a preemption with a grace time or by another site returns to the
@@ -58,21 +63,29 @@ requeue_if_stopped() {
     fi
 }
 
-# True if the run failed and another start may help: not after a mistake, which another start would repeat, nor
-# after another process took this worker's place, which another start would take back.
+# True if the run failed and another start may help: not after a mistake at the first start (at a later one it
+# may be a folder or a GPU that is away), which another start would repeat, nor after another process took this
+# worker's place, which another start would take back.
 has_failed() {
-    ((status != 0 && status != stopped && status != mistake && status != replaced))
+    ((status != 0 && status != stopped && status != replaced)) &&
+        ((status != mistake || ${SLURM_RESTART_COUNT:-0} > 0))
 }
 
-# requeue_at_most RESTARTS WHY: requeues after an end that may well happen again. SLURM counts every start after
-# the first, for whatever reason.
+# requeue_at_most RESTARTS WHY: requeues after an end that may well happen again. OUT/restarts has the number of
+# such restarts at the newest checkpoint: a new checkpoint, or a new job, begins the count anew. Where it cannot
+# be written, SLURM's count of all restarts is the limit.
 requeue_at_most() {
-    local restarts=${SLURM_RESTART_COUNT:-0}
+    local restarts=0 checkpoint='' newest count="$OUT/restarts${WORKER:+_$WORKER}"
     if ((is_ended)); then return; fi
+    newest=$(newest_checkpoint)
+    ((${SLURM_RESTART_COUNT:-0} == 0)) || read -r restarts checkpoint 2>/dev/null <"$count" || true
+    [ "$checkpoint" = "$newest" ] || restarts=0
+    { mkdir -p "$OUT" && echo "$((restarts + 1)) $newest" >"$count.new" && mv "$count.new" "$count"; } 2>/dev/null ||
+        restarts=${SLURM_RESTART_COUNT:-0}
     if ((restarts < $1)); then
-        echo "$2: the job requeues itself (restart $((restarts + 1)), the limit is RESTARTS=$1)" >&2
+        echo "$2: the job requeues itself (restart $((restarts + 1)) without progress, the limit is RESTARTS=$1)" >&2
         requeue
     else
-        echo "$2: after $restarts restarts (the limit is RESTARTS=$1) the job ends" >&2
+        echo "$2: after $restarts restarts without progress (the limit is RESTARTS=$1) the job ends" >&2
     fi
 }

@@ -450,27 +450,78 @@ def test_a_slurm_job_that_is_cancelled_leaves_no_process(cluster, long_job):
     assert wait_until(lambda: not any(map(is_running, trainers.values())))
 
 
-def run_by_slurm_stand_ins(tokens, tmp_path, srun, scontrol, status, **variables):
-    """What run_slurm.sbatch says, with texts in sh for SLURM's programs."""
+def run_by_slurm_stand_ins(tokens, tmp_path, srun, scontrol, status, script="run_slurm.sbatch", arguments=(),
+                           **variables):
+    """What the script says, with texts in sh for SLURM's programs."""
     stand_in(tmp_path / "bin" / "srun", srun)
     stand_in(tmp_path / "bin" / "scontrol", scontrol)
     variables = {"SLURM_JOB_ID": 7, "SLURM_JOB_NUM_NODES": 1, "SLURM_NTASKS": 1, "PROGRAM": "sh", **variables}
     variables["PATH"] = f"{tmp_path}/bin:{os.environ['PATH']}"
     environment = environment_of_scripts(tokens, tmp_path / "run", **variables)
-    return run_script(shutil.which("bash"), environment, [MULTI_NODE / "run_slurm.sbatch"], status).stderr
+    return run_script(shutil.which("bash"), environment, [MULTI_NODE / script, *arguments], status).stderr
 
 
-@pytest.mark.parametrize("gains, restarts, requeued", [(True, 9, True), (False, 1, True), (False, 2, False)])
-def test_a_stopped_job_that_gained_no_step_requeues_itself_a_few_times(
-    tokens, tmp_path, gains, restarts, requeued
-):
+# Of a job that SLURM has restarted `starts` times: what OUT/restarts contains before and after it, at its checkpoint
+# 99 or at an older one.
+STOPPED = {
+    "gains": (True, 9, "2 DONE_00000099", None, "2 DONE_00000099"),
+    "first restart": (False, 0, None, "restart 1", "1 DONE_00000099"),
+    "last restart": (False, 9, "1 DONE_00000099", "restart 2", "2 DONE_00000099"),
+    "no restart is left": (False, 9, "2 DONE_00000099", "after 2 restarts", "3 DONE_00000099"),
+    "has gained since": (False, 9, "2 DONE_00000050", "restart 1", "1 DONE_00000099"),
+    "a new job": (False, 0, "2 DONE_00000099", "restart 1", "1 DONE_00000099"),
+}
+
+
+@pytest.mark.parametrize("case", STOPPED)
+def test_a_stopped_job_that_gained_no_step_requeues_itself_a_few_times(tokens, tmp_path, case):
+    gains, starts, before, words, after = STOPPED[case]
     folder, log = tmp_path / "run" / "worker_0", tmp_path / "requeued"
     folder.mkdir(parents=True)
     (folder / "DONE_00000099").touch()
+    count = tmp_path / "run" / "restarts"
+    if before:
+        count.write_text(before + "\n")
     srun = f"touch {folder}/DONE_00000{100 if gains else '099'}; exit 143"
-    variables = {"RESTARTS": 2, "SLURM_RESTART_COUNT": restarts}
+    variables = {"RESTARTS": 2, "SLURM_RESTART_COUNT": starts}
     says = run_by_slurm_stand_ins(tokens, tmp_path, srun, f"touch {log}", 143, **variables)
-    assert log.exists() == requeued and ("RESTARTS=2" in says) == (not gains), says
+    assert log.exists() == (words is None or words.startswith("restart")), says
+    assert ("RESTARTS=2" in says) == (not gains) and (words is None or words in says), says
+    assert count.read_text() == after + "\n"
+
+
+@pytest.mark.parametrize("starts, requeued", [(1, True), (2, False)])
+def test_where_the_count_cannot_be_written_slurms_is_the_limit(tokens, tmp_path, starts, requeued):
+    (tmp_path / "run" / "restarts.new").mkdir(parents=True)
+    log, variables = tmp_path / "requeued", {"RESTARTS": 2, "SLURM_RESTART_COUNT": starts}
+    run_by_slurm_stand_ins(tokens, tmp_path, "exit 143", f"touch {log}", 143, **variables)
+    assert log.exists() == requeued
+
+
+def test_other_workers_checkpoints_are_no_progress(tokens, tmp_path):
+    (tmp_path / "run" / "worker_1").mkdir(parents=True)
+    (tmp_path / "run" / "worker_1" / "DONE_00000099").touch()
+    run_by_slurm_stand_ins(tokens, tmp_path, "exit 1", "true", 1, script="run_slurm_site.sbatch", WORKER=0,
+                           DILOCO_STORE=f"file:{tmp_path}/store", arguments=STORE)
+    assert (tmp_path / "run" / "restarts_0").read_text() == "1 \n"
+
+
+def test_a_mistake_ends_an_elastic_job_only_at_its_first_start(tokens, tmp_path):
+    log = tmp_path / "requeued"
+    for starts in (0, 1):
+        assert not log.exists()
+        run_by_slurm_stand_ins(tokens, tmp_path, "exit 2", f"touch {log}", 2, script="run_slurm_site.sbatch", WORKER=0,
+                               SLURM_RESTART_COUNT=starts, DILOCO_STORE=f"file:{tmp_path}/store", arguments=STORE)
+    assert log.exists()
+
+
+def test_a_requeue_is_tried_again_while_slurms_controller_is_away(tokens, tmp_path):
+    tries = tmp_path / "tries"
+    stand_in(tmp_path / "bin" / "sleep", "exit 0")
+    scontrol = f"echo >>{tries}; [ $(wc -l <{tries}) -ge 3 ]"
+    srun = f"mkdir {tmp_path}/run; touch {tmp_path}/run/DONE_00000001; exit 143"
+    run_by_slurm_stand_ins(tokens, tmp_path, srun, scontrol, 143, ENVIRONMENT="BATCH")
+    assert tries.read_text() == "\n\n\n"
 
 
 def test_a_slurm_script_survives_the_signal_before_and_after_the_training(tokens, tmp_path):
