@@ -45,8 +45,6 @@ struct Traffic {
     double seconds = 0;  // from the start of the call on its stream to its end
 };
 
-enum class Reduction { sum, max };
-
 // On the CPU's or the GPU's streams. A GPU build uses both, since TCP works in the host's memory.
 template <class StreamT, class EventT>
 class BasicComm {
@@ -68,9 +66,9 @@ public:
     // out may be inp's own part.
     virtual void reduce_scatter(float* out, const float* inp, size_t count, StreamT&, Traffic* = nullptr) = 0;
 
-    // values[i] = sum or maximum over ranks.   values: (count)
+    // values[i] = sum over ranks.   values: (count)
     // For small counts: sends (size - 1) * count values.
-    virtual void all_reduce(float* values, size_t count, Reduction, StreamT&, Traffic* = nullptr) = 0;
+    virtual void all_reduce(float* values, size_t count, StreamT&, Traffic* = nullptr) = 0;
 
     // Throws a CommError if a call is known to have failed. Does not wait. On any thread.
     virtual void check() {}

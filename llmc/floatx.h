@@ -10,6 +10,8 @@
 #pragma once
 #include <string>
 
+#include "llmc/error.h"
+
 #if defined(USE_CUDA) && !defined(ENABLE_FP32)
 #include <cuda_bf16.h>
 using floatX = __nv_bfloat16;
@@ -25,9 +27,7 @@ enum class MatmulPrecision { highest, high, medium };
 
 // word: one of the three
 inline MatmulPrecision matmul_precision(const std::string& word) {
-    return word == "highest" ? MatmulPrecision::highest
-           : word == "high"  ? MatmulPrecision::high
-                             : MatmulPrecision::medium;
+    return MatmulPrecision(place_of(word, {"highest", "high", "medium"}, "matmul precision"));
 }
 
 // fuse_gelu: 0: GELU has its own kernels; 1: forward products apply it; 2: backward products, too;

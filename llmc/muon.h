@@ -110,8 +110,7 @@ public:
     ShardedMuon(const Layout& layout, Comm& comm)
         : layout(layout), comm(comm), matrices(layer_matrices(layout)), parts(layout.blocks[0].size),
           layer(comm.size() > 1 ? layout.blocks[0].size : 0),
-          scratch(largest([](const LayerMatrix& m) { return long(m.rows) * m.columns; }),
-                  largest([](const LayerMatrix& m) { return std::min(m.rows, m.columns); })) {}
+          scratch(layout.tensor("h.0.fcw").count(), layout.tensor("h.0.fcw").shape[1]) {}  // the largest
 
     // Updates this rank's shards of the matrices. Collective: all ranks call it, also if the update is
     // skipped (*grad_scale, the clip scale, is not finite).   rounding: of params; `first` is set here
@@ -147,14 +146,6 @@ public:
 private:
     // This rank's shard of layer first + r.
     floatX* part(int r) { return parts + r * (parts.count() / comm.size()); }
-
-    // The largest value that `size` has for a matrix.
-    template <class Size>
-    long largest(const Size& size) const {
-        long most = 0;
-        for (const LayerMatrix& m : matrices) { most = std::max(most, long(size(m))); }
-        return most;
-    }
 
     // Part r of `inp` goes to rank r; part r of `out` comes from it.
     void exchange(floatX* out, const floatX* inp, Stream& main, Stream& comm_stream, Traffic& traffic) {

@@ -13,11 +13,7 @@
 enum class ScheduleKind { cosine, linear, constant, wsd };
 
 inline ScheduleKind schedule_kind(const std::string& name) {
-    if (name == "cosine") { return ScheduleKind::cosine; }
-    if (name == "linear") { return ScheduleKind::linear; }
-    if (name == "constant") { return ScheduleKind::constant; }
-    if (name == "wsd") { return ScheduleKind::wsd; }
-    throw UserError("there is no learning-rate schedule '" + name + "': use cosine, linear, constant or wsd");
+    return ScheduleKind(place_of(name, {"cosine", "linear", "constant", "wsd"}, "learning-rate schedule"));
 }
 
 struct LearningRateSchedule {
@@ -32,8 +28,8 @@ inline LearningRateSchedule with_peak(LearningRateSchedule schedule, float peak)
     return schedule;
 }
 
-// The learning rate of step 0, 1, ... total_steps - 1. After n steps, n / total_steps of the decay is done,
-// so that the last step still moves the model.
+// The learning rate of step 0, 1, ... total_steps - 1. Of a decay that begins after b steps,
+// (step - b) / (total_steps - b) is done, so the last step still moves the model.
 inline float learning_rate(const LearningRateSchedule& schedule, long total_steps, long step) {
     const ScheduleKind kind = schedule_kind(schedule.kind);
     const double peak = schedule.peak, final = peak * schedule.final_fraction;

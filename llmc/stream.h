@@ -16,10 +16,3 @@ inline void order(Stream& before, Stream& after, Event& event) {
     before.record(event);
     after.wait(event);
 }
-
-// The time at which everything that the stream has been given so far has been done.
-inline Timestamp stamp(Stream& stream) {
-    Timestamp time;
-    stream.stamp(time);
-    return time;
-}

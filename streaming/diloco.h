@@ -155,10 +155,10 @@ private:
         for (const SavedSync& saved : resumed) {
             if (saved.sync.number == sync.number) { return take_saved(saved, main); }
         }
-        const Timestamp idle_from = stamp(main);
+        const Timestamp idle_from = main.stamp();
         const Headers headers = exchange->wait(sync);
         SyncReport report{sync.number, sync.fragment, sync.send_step, due_step(sync), {}, idle_from,
-                          stamp(main), 0, not_finite_of(headers)};
+                          main.stamp(), 0, not_finite_of(headers)};
         report.stops = asks_to_stop(headers);
         for (const std::vector<PayloadHeader>& part : headers.sent) {
             report.global_hash += part[size_t(worker)].hash;
@@ -176,8 +176,8 @@ private:
     SyncReport take_saved(const SavedSync& saved, Stream& main) {
         SyncReport report = saved.report;
         report.due_step = due_step(saved.sync);
-        report.idle_from = stamp(main);
-        report.idle_until = stamp(main);
+        report.idle_from = main.stamp();
+        report.idle_until = main.stamp();
         if (report.applied()) {
             device::copy_to_device(shard.mean.data(), saved.mean.data(), saved.sync.values, main);
         }

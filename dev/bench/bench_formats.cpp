@@ -56,10 +56,8 @@ Sample laplace_sample(long n) {
 // The difference of two model files, in the order in which blocks are sent.
 Sample recorded_sample(const std::string& before, const std::string& after) {
     const Layout layout = gpt_layout(read_model_shape(before), 1, 3);
-    Sample sample{"recorded", std::vector<float>(size_t(layout.size))};
-    std::vector<float> local(size_t(layout.size));
-    read_model(before, layout, sample.values.data());
-    read_model(after, layout, local.data());
+    Sample sample{"recorded", read_model(before, layout)};
+    const std::vector<float> local = read_model(after, layout);
     for (size_t i = 0; i < local.size(); i++) { sample.values[i] = subtract_rn(sample.values[i], local[i]); }
     return sample;
 }

@@ -11,7 +11,7 @@ public:
     void all_gather(void*, const void*, size_t, Stream&, Traffic*) override { refuse(); }
     void all_to_all(void*, const void*, size_t, Stream&, Traffic*) override { refuse(); }
     void reduce_scatter(float*, const float*, size_t, Stream&, Traffic*) override { refuse(); }
-    void all_reduce(float*, size_t, Reduction, Stream&, Traffic*) override { refuse(); }
+    void all_reduce(float*, size_t, Stream&, Traffic*) override { refuse(); }
 
 private:
     [[noreturn]] static void refuse() { throw std::logic_error("one rank called a collective"); }

@@ -97,10 +97,10 @@ inline void read_model_values(const ModelFile& model, float* out, long count, in
     }
 }
 
-// Fills the flat buffer from a model file of either version.   params: (layout.size)
-// Padding, and the rows of wte beyond the vocabulary, become 0, as training expects of them.
+// The values of a model file of either version, as a flat buffer: (layout.size)
+// Padding, and the rows of wte beyond the vocabulary, are 0, as training expects of them.
 // Throws the UserErrors above, and one if the layout is that of another model.
-inline void read_model(const std::string& path, const Layout& layout, float* params) {
+inline std::vector<float> read_model(const std::string& path, const Layout& layout) {
     const ModelFile model(path);
     const GptShape& shape = model.shape;
     const Layout expected = gpt_layout(shape, 1, 0);
@@ -112,20 +112,14 @@ inline void read_model(const std::string& path, const Layout& layout, float* par
                                path.c_str(), shape.layers, shape.channels, shape.max_seq_len,
                                shape.vocab_size, shape.padded_vocab_size));
     }
-    std::fill(params, params + layout.size, 0.0f);
+    std::vector<float> params(size_t(layout.size), 0.0f);
     int64_t offset = sizeof(FileHeader);
     for (const Tensor& tensor : model_file_order(layout)) {
-        read_model_values(model, params + tensor.offset, tensor.count(), offset);
+        read_model_values(model, params.data() + tensor.offset, tensor.count(), offset);
         offset += tensor.count() * int64_t(model.value_bytes());
     }
     const Tensor& wte = layout.tensor("wte");
-    float* rows = params + wte.offset;
+    float* rows = params.data() + wte.offset;
     std::fill(rows + long(shape.vocab_size) * shape.channels, rows + wte.count(), 0.0f);
-}
-
-// The same as a new flat buffer: (layout.size)
-inline std::vector<float> read_model(const std::string& path, const Layout& layout) {
-    std::vector<float> flat(static_cast<size_t>(layout.size));
-    read_model(path, layout, flat.data());
-    return flat;
+    return params;
 }

@@ -57,14 +57,8 @@ private:
     std::shared_ptr<State> state;
 };
 
-// The time at which a stream came to a point. Stamping it again makes a new one; copies refer to the same
-// one.
+// The time at which a stream came to a point. Copies refer to the same one.
 class Timestamp {
-public:
-    // Whether copies refer to it. If so, stamping it again makes a new object.
-    bool is_shared() const { return moment.use_count() > 1; }
-
-private:
     friend class Stream;
     friend double seconds_between(const Timestamp& begin, const Timestamp& end);
 
@@ -116,10 +110,12 @@ public:
         enqueue([event] { event.synchronize(); });
     }
 
-    // `timestamp` is the time at which everything enqueued so far has been done.
-    void stamp(Timestamp& timestamp) {
-        if (!timestamp.moment || timestamp.is_shared()) { timestamp.moment = std::make_shared<double>(); }
-        enqueue([moment = timestamp.moment] { *moment = now_seconds(); });
+    // The time at which everything enqueued so far has been done.
+    Timestamp stamp() {
+        Timestamp time;
+        time.moment = std::make_shared<double>();
+        enqueue([moment = time.moment] { *moment = now_seconds(); });
+        return time;
     }
 
     // Blocks until everything enqueued so far is done. Throws what it threw.

@@ -77,14 +77,8 @@ private:
     cpu::Event host;  // on a hosted stream: the event has been recorded
 };
 
-// The time at which a stream came to a point, by the GPU's clock. Stamping it again makes a new one; copies
-// refer to the same one.
+// The time at which a stream came to a point, by the GPU's clock. Copies refer to the same one.
 class Timestamp {
-public:
-    // Whether copies refer to it. If so, stamping it again makes a new object.
-    bool is_shared() const { return handle.use_count() > 1; }
-
-private:
     friend class Stream;
     friend double seconds_between(const Timestamp& begin, const Timestamp& end);
 
@@ -169,12 +163,12 @@ public:
         });
     }
 
-    // `timestamp` is the time at which everything enqueued so far has been done.
-    void stamp(Timestamp& timestamp) {
-        if (!timestamp.handle || timestamp.is_shared()) {
-            timestamp.handle = std::make_shared<EventHandle>(cudaEventDefault);
-        }
-        enqueue([handle = timestamp.handle](cudaStream_t on) { cudaCheck(cudaEventRecord(*handle, on)); });
+    // The time at which everything enqueued so far has been done.
+    Timestamp stamp() {
+        Timestamp time;
+        time.handle = std::make_shared<EventHandle>(cudaEventDefault);
+        enqueue([handle = time.handle](cudaStream_t on) { cudaCheck(cudaEventRecord(*handle, on)); });
+        return time;
     }
 
     // Blocks until everything enqueued so far is done. Throws what work on the host threw.

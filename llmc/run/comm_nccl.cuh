@@ -73,11 +73,9 @@ public:
              [&] { return ncclReduceScatter(inp, out, count, ncclFloat, ncclSum, comm, stream); });
     }
 
-    void all_reduce(float* values, size_t count, Reduction reduction, Stream& stream,
-                    Traffic* traffic) override {
-        const ncclRedOp_t operation = reduction == Reduction::sum ? ncclSum : ncclMax;
+    void all_reduce(float* values, size_t count, Stream& stream, Traffic* traffic) override {
         call("ncclAllReduce", count * sizeof(float), stream, traffic,
-             [&] { return ncclAllReduce(values, values, count, ncclFloat, operation, comm, stream); });
+             [&] { return ncclAllReduce(values, values, count, ncclFloat, ncclSum, comm, stream); });
     }
 
     // If another thread is in a call, that thread will see a failure.

@@ -41,12 +41,11 @@ public:
         });
     }
 
-    void all_reduce(float* values, size_t count, Reduction reduction, Stream& stream,
-                    Traffic* traffic) override {
+    void all_reduce(float* values, size_t count, Stream& stream, Traffic* traffic) override {
         const size_t bytes = count * sizeof(float);
         stage(values, bytes, values, bytes, stream, [=](char* received, const char* sent) {
             memcpy(received, sent, bytes);
-            host->all_reduce(reinterpret_cast<float*>(received), count, reduction, at_once, traffic);
+            host->all_reduce(reinterpret_cast<float*>(received), count, at_once, traffic);
         });
     }
 

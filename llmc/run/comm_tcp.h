@@ -9,7 +9,6 @@
 // waiting costs no core. A lost connection, or a member that is silent for too long, is a CommError that
 // names the first failure of the run (cause.h).
 #pragma once
-#include <errno.h>
 #include <poll.h>
 #include <string.h>
 #include <sys/socket.h>
@@ -152,23 +151,21 @@ public:
     void reduce_scatter(float* out, const float* inp, size_t count, cpu::Stream& stream,
                         Traffic* traffic) override {
         enqueue(stream, traffic, count * sizeof(float), [=](uint64_t call) {
-            reduce(call, out, inp + size_t(my_rank) * count, count, Reduction::sum,
+            reduce(call, out, inp + size_t(my_rank) * count, count,
                    [=](int peer) { return inp + size_t(peer) * count; });
         });
     }
 
-    void all_reduce(float* values, size_t count, Reduction reduction, cpu::Stream& stream,
-                    Traffic* traffic) override {
+    void all_reduce(float* values, size_t count, cpu::Stream& stream, Traffic* traffic) override {
         enqueue(stream, traffic, count * sizeof(float), [=](uint64_t call) {
-            reduce(call, values, values, count, reduction, [=](int) { return values; });
+            reduce(call, values, values, count, [=](int) { return values; });
         });
     }
 
 private:
-    // out = sum or maximum over the members of what each sends this one; `own` is this one's part.
+    // out = sum over the members of what each sends this one; `own` is this one's part.
     template <class OutPart>
-    void reduce(uint64_t call, float* out, const float* own, size_t count, Reduction reduction,
-                OutPart out_part) {
+    void reduce(uint64_t call, float* out, const float* own, size_t count, OutPart out_part) {
         scratch.resize(std::max(scratch.size(), size_t(my_size) * count));
         float* const received = scratch.data();
         exchange(
@@ -179,13 +176,12 @@ private:
         for (int r = 0; r < my_size; r++) {
             parts.push_back(r == my_rank ? own : received + size_t(r) * count);
         }
-        reduce_parts(out, parts, count, reduction);
+        sum_parts(out, parts, count);
     }
 
-    // out[i] = parts[0][i] + parts[1][i] + ..., in this order, or their maximum (NaN if one is).
+    // out[i] = parts[0][i] + parts[1][i] + ..., in this order.
     // out may be one of the parts: sums are formed block by block beside it.
-    static void reduce_parts(float* out, const std::vector<const float*>& parts, size_t count,
-                             Reduction reduction) {
+    static void sum_parts(float* out, const std::vector<const float*>& parts, size_t count) {
         const size_t block = 2048;
         float sums[block];
         for (size_t begin = 0; begin < count; begin += block) {
@@ -193,13 +189,7 @@ private:
             memcpy(sums, parts[0] + begin, n * sizeof(float));
             for (size_t r = 1; r < parts.size(); r++) {
                 const float* const part = parts[r] + begin;
-                if (reduction == Reduction::sum) {
-                    for (size_t i = 0; i < n; i++) { sums[i] += part[i]; }
-                } else {
-                    for (size_t i = 0; i < n; i++) {
-                        sums[i] = part[i] > sums[i] || part[i] != part[i] ? part[i] : sums[i];
-                    }
-                }
+                for (size_t i = 0; i < n; i++) { sums[i] += part[i]; }
             }
             memcpy(out + begin, sums, n * sizeof(float));
         }

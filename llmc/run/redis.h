@@ -6,7 +6,6 @@
 #pragma once
 #include <ctype.h>
 #include <hiredis/hiredis.h>
-#include <netdb.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>

@@ -9,8 +9,6 @@
 #pragma once
 #include <curl/curl.h>
 #include <expat.h>
-#include <stdlib.h>
-#include <string.h>
 
 #include <algorithm>
 #include <memory>

@@ -31,7 +31,7 @@ public:
         if (votes.data()[0] > 0) { return true; }
         votes.data()[0] = is_asked() ? 1 : 0;
         device::copy_to_device(sum.data(), votes.data(), 1, stream);
-        comm.all_reduce(sum.data(), 1, Reduction::sum, stream);
+        comm.all_reduce(sum.data(), 1, stream);
         device::copy_to_host_later(votes.data(), sum.data(), 1, stream);
         stream.record(has_heard);
         return false;

@@ -46,7 +46,7 @@ public:
         receive(static_cast<uint8_t*>(out), static_cast<const uint8_t*>(inp), bytes);
     }
     void reduce_scatter(float*, const float*, size_t, Stream&, Traffic*) override { abort(); }
-    void all_reduce(float*, size_t, Reduction, Stream&, Traffic*) override { abort(); }
+    void all_reduce(float*, size_t, Stream&, Traffic*) override { abort(); }
 
 private:
     void receive(uint8_t* out, const uint8_t* own, size_t bytes) {

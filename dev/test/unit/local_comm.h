@@ -101,25 +101,23 @@ public:
 
     void reduce_scatter(float* out, const float* inp, size_t count, Stream& stream,
                         Traffic* traffic) override {
-        reduce(out, inp, count, size_t(rank_) * count, Reduction::sum, stream, traffic);
+        reduce(out, inp, count, size_t(rank_) * count, stream, traffic);
     }
 
-    void all_reduce(float* values, size_t count, Reduction reduction, Stream& stream,
-                    Traffic* traffic) override {
-        reduce(values, values, count, 0, reduction, stream, traffic);
+    void all_reduce(float* values, size_t count, Stream& stream, Traffic* traffic) override {
+        reduce(values, values, count, 0, stream, traffic);
     }
 
 private:
     // out[i] = inp[0][first + i] + inp[1][first + i] + ..., written after all have read.
-    void reduce(float* out, const float* inp, size_t count, size_t first, Reduction reduction, Stream& stream,
-                Traffic* traffic) {
+    void reduce(float* out, const float* inp, size_t count, size_t first, Stream& stream, Traffic* traffic) {
         auto result = std::make_shared<std::vector<float>>(count);
         call(stream, traffic, size_t(size() - 1) * count * sizeof(float), inp, [=] {
             for (size_t i = 0; i < count; i++) {
                 for (int r = 0; r < size(); r++) {
                     const float value = reinterpret_cast<const float*>(group.buffer(r))[first + i];
                     float& sum = (*result)[i];
-                    sum = r == 0 ? value : reduction == Reduction::sum ? sum + value : std::max(sum, value);
+                    sum = r == 0 ? value : sum + value;
                 }
             }
         });

@@ -64,7 +64,7 @@ TEST(Schedulers, a_warm_up_as_long_as_the_run_never_decays) {
 TEST(Schedulers, an_unknown_name_is_an_error_that_lists_the_known_ones) {
     const std::string message = user_error([] { schedule_kind("cosin"); });
     EXPECT_TRUE(contains(message, "'cosin'"));
-    EXPECT_TRUE(contains(message, "cosine, linear, constant or wsd"));
+    EXPECT_TRUE(contains(message, "cosine, linear, constant and wsd"));
 }
 
 }  // namespace test_schedulers

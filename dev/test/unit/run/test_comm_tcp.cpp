@@ -29,13 +29,13 @@ static void expect_all_well(std::vector<TestProcess>& processes, double seconds 
 static std::string check_collectives(Comm& comm, size_t count, Stream::Kind kind) {
     const int size = comm.size(), rank = comm.rank();
     std::vector<float> own(count), gathered(count * size_t(size)), parts(count * size_t(size)),
-        exchanged(count * size_t(size)), sum(count), in_place, all(count), highest(count);
+        exchanged(count * size_t(size)), sum(count), in_place, all(count);
     for (size_t i = 0; i < count; i++) { own[i] = value(rank, 99, i); }
     for (int to = 0; to < size; to++) {
         for (size_t i = 0; i < count; i++) { parts[size_t(to) * count + i] = value(rank, to, i); }
     }
     in_place = parts;
-    all = highest = own;
+    all = own;
     Traffic traffic;
     Stream stream(kind);
     const size_t bytes = count * sizeof(float);
@@ -44,16 +44,14 @@ static std::string check_collectives(Comm& comm, size_t count, Stream::Kind kind
     comm.reduce_scatter(sum.data(), parts.data(), count, stream, &traffic);
     float* const own_part = in_place.data() + size_t(rank) * count;
     comm.reduce_scatter(own_part, in_place.data(), count, stream, &traffic);
-    comm.all_reduce(all.data(), count, Reduction::sum, stream, &traffic);
-    comm.all_reduce(highest.data(), count, Reduction::max, stream, &traffic);
+    comm.all_reduce(all.data(), count, stream, &traffic);
     stream.synchronize();
 
     for (size_t i = 0; i < count; i++) {
-        float expected_sum = value(0, rank, i), expected_all = value(0, 99, i), expected_max = expected_all;
+        float expected_sum = value(0, rank, i), expected_all = value(0, 99, i);
         for (int r = 1; r < size; r++) {
             expected_sum += value(r, rank, i);
             expected_all += value(r, 99, i);
-            expected_max = std::max(expected_max, value(r, 99, i));
         }
         for (int r = 0; r < size; r++) {
             require(gathered[size_t(r) * count + i] == value(r, 99, i), "all_gather");
@@ -62,9 +60,8 @@ static std::string check_collectives(Comm& comm, size_t count, Stream::Kind kind
         require(sum[i] == expected_sum, "reduce_scatter");
         require(own_part[i] == expected_sum, "reduce_scatter in place");
         require(all[i] == expected_all, "all_reduce sum");
-        require(highest[i] == expected_max, "all_reduce max");
     }
-    const uint64_t expected_bytes = 6 * uint64_t(size - 1) * bytes;
+    const uint64_t expected_bytes = 5 * uint64_t(size - 1) * bytes;
     require(traffic.bytes_sent == expected_bytes && traffic.bytes_received == expected_bytes, "byte counts");
     require(size == 1 || traffic.seconds > 0, "time");
     return std::string(reinterpret_cast<char*>(all.data()), bytes);
@@ -104,7 +101,7 @@ TEST(CommTcp, traffic_of_a_call_is_size_minus_one_times_its_bytes) {
         require(traffic.bytes_sent == 2 * 1234 && traffic.bytes_received == 2 * 1234, "byte counts");
         float loss = 1;
         const uint64_t before = comm->progress();
-        comm->all_reduce(&loss, 1, Reduction::sum, stream, nullptr);
+        comm->all_reduce(&loss, 1, stream, nullptr);
         stream.synchronize();
         require(loss == 3, "a call without traffic");
         require(before > 0 && comm->progress() > before, "a watchdog sees that data moves");
@@ -128,7 +125,7 @@ TEST(CommTcp, calls_in_flight_and_two_communicators_do_not_mix) {
             sums.emplace_back(count, float(call * (rank + 1)));
             gathers.emplace_back(4 * count, float(-1));
             std::fill_n(gathers.back().end() - long(count), count, float(call * 10 + 2 - rank));
-            inner->all_reduce(sums.back().data(), count, Reduction::sum, inner_stream, nullptr);
+            inner->all_reduce(sums.back().data(), count, inner_stream, nullptr);
             outer->all_gather(gathers.back().data(), gathers.back().data() + 3 * count, count * sizeof(float),
                               outer_stream, nullptr);
         }
@@ -173,7 +170,7 @@ TEST(CommTcp, waiting_uses_no_core) {
         if (rank == 1) { std::this_thread::sleep_for(std::chrono::milliseconds(700)); }
         const clock_t before = clock();
         float one = 1;
-        comm->all_reduce(&one, 1, Reduction::sum, stream, nullptr);
+        comm->all_reduce(&one, 1, stream, nullptr);
         stream.synchronize();
         require(double(clock() - before) / CLOCKS_PER_SEC < 0.1, "CPU time while waiting");
         return std::string();
@@ -191,7 +188,7 @@ TEST(CommTcp, time_for_which_a_process_is_stopped_is_not_its_peers_silence) {
         store.set("running/" + std::to_string(rank), "1");
         if (rank == 1) { wait_for_value(store, "go on", 20); }
         float one = 1;
-        comm->all_reduce(&one, 1, Reduction::sum, stream, nullptr);
+        comm->all_reduce(&one, 1, stream, nullptr);
         stream.synchronize();
         return std::string();
     });
@@ -217,7 +214,7 @@ TEST(CommTcp, an_exchange_that_moves_may_take_longer_than_the_time_limit) {
         }
         store.set("begins/" + std::to_string(rank), "");
         float one = 1;
-        comm->all_reduce(&one, 1, Reduction::sum, stream, nullptr);
+        comm->all_reduce(&one, 1, stream, nullptr);
         stream.synchronize();
         return format("%g", one);
     });
@@ -314,7 +311,7 @@ static std::vector<std::string> reports_after(int signal, double timeout, double
         Stream stream(Stream::Kind::communicate);
         for (int call = 0;; call++) {
             float one = 1;
-            comm->all_reduce(&one, 1, Reduction::sum, stream, nullptr);
+            comm->all_reduce(&one, 1, stream, nullptr);
             try {
                 stream.synchronize();
             } catch (const CommError& error) { return std::to_string(error.peer) + ": " + error.what(); }
@@ -365,7 +362,7 @@ TEST(CommTcp, the_first_death_is_named_even_by_those_not_connected_with_it) {
         float one = 1;
         try {
             if (i == 0) { pause(); }
-            (i == 1 ? first : second)->all_reduce(&one, 1, Reduction::sum, stream, nullptr);
+            (i == 1 ? first : second)->all_reduce(&one, 1, stream, nullptr);
         } catch (const CommError& error) { return std::to_string(error.peer) + ": " + error.what(); }
         return "no error";
     });
@@ -384,7 +381,7 @@ TEST(CommTcp, members_out_of_step_are_an_error_and_never_wrong_data) {
         auto comm = make_comm_tcp({store, "test", rank, 2, "", 1});
         Stream stream(Stream::Kind::communicate);
         std::vector<float> values(10, 1.0f);
-        comm->all_reduce(values.data(), rank == 0 ? 10 : 9, Reduction::sum, stream, nullptr);
+        comm->all_reduce(values.data(), rank == 0 ? 10 : 9, stream, nullptr);
         try {
             stream.synchronize();
         } catch (const CommError&) { return std::string("refused"); }

@@ -25,8 +25,8 @@ static void all_reduce_for_ever(Process& process) {
     process.store->set("training/" + std::to_string(process.index()), "");
     while (true) {
         float one = 1;
-        inner->all_reduce(&one, 1, Reduction::sum, stream);
-        outer->all_reduce(&one, 1, Reduction::sum, stream);
+        inner->all_reduce(&one, 1, stream);
+        outer->all_reduce(&one, 1, stream);
         std::this_thread::sleep_for(std::chrono::milliseconds(2));
     }
 }
@@ -114,8 +114,8 @@ static void run_mode(const std::string& mode, Process& process) {
     auto outer = make_comm_tcp(process.outer_group());
     Stream stream;
     float sum = float(process.index());
-    inner->all_reduce(&sum, 1, Reduction::sum, stream);
-    outer->all_reduce(&sum, 1, Reduction::sum, stream);
+    inner->all_reduce(&sum, 1, stream);
+    outer->all_reduce(&sum, 1, stream);
     printf("sum %g\n", sum);
     if (process.index() == 0) { std::this_thread::sleep_for(std::chrono::milliseconds(200)); }
     process.leave();
@@ -139,6 +139,10 @@ static int run_alone(const std::string& mode, Process& process) {
         throw RunError("another process has started as this worker", replaced_status);
     }
     if (act == "fails") { throw RunError("the disk is full"); }
+    if (act == "fails and finds no folder") {
+        if (process.restart == 0) { throw RunError("the disk is full"); }
+        throw UserError("there is no folder: make it");
+    }
     if (act == "loses a rank") {
         if (is_last_rank) { raise(SIGKILL); }
         signal(SIGTERM, SIG_IGN);
@@ -153,7 +157,7 @@ static int run_alone(const std::string& mode, Process& process) {
         auto inner = make_comm_tcp(process.inner_group());
         Stream stream;
         float sum = float(10 * process.worker + process.rank);
-        inner->all_reduce(&sum, 1, Reduction::sum, stream);
+        inner->all_reduce(&sum, 1, stream);
         printf("sum %g\n", sum);
         process.leave();
     }
@@ -732,6 +736,12 @@ TEST(ElasticWorkers, where_all_fail_the_status_is_that_of_the_first) {
     EXPECT_EQ(lines.size(), 5u) << run.program.err;
 }
 
+TEST(ElasticWorkers, what_would_be_a_mistake_is_a_failure_after_a_restart) {
+    Workers run("all workers fails and finds no folder", 1, 1, 1);
+    EXPECT_EQ(run.wait(), 1);
+    EXPECT_EQ(run.count("err", "there is no folder: make it"), 1) << run.program.err;
+}
+
 TEST(ElasticWorkers, a_mistake_is_not_restarted_and_said_once_where_all_make_it) {
     Workers run("all workers makes a mistake", 3, 1, 3);
     wait_for_pids(run.program, 3);
@@ -1024,7 +1034,7 @@ TEST(Meeting, works_over_redis) {
         auto outer = make_comm_tcp(process.outer_group());
         Stream stream(Stream::Kind::communicate);
         float one = 1;
-        outer->all_reduce(&one, 1, Reduction::sum, stream);
+        outer->all_reduce(&one, 1, stream);
         stream.synchronize();
         process.leave();
         return std::to_string(one);
