@@ -4,9 +4,9 @@
 //   run      M workers with slow links: they exchange one fragment of the model at a time while training
 //            continues. This is Streaming DiLoCo (arXiv 2501.18512), implemented in streaming/diloco.h.
 //
-// From top to bottom: the model; forward and backward; a worker's update; evaluation and sampling. Up to
-// there tests include this file. Then: a run; what happens between steps; the step and the loop; from options
-// to a run. Functions of device:: are the layers; llmc/cpu/ and llmc/cuda/ define them under the same names.
+// From top to bottom: the model; forward and backward; a worker's update; evaluation and sampling (tests
+// include the file up to there). Then the life of a run: its state, what happens between steps, the step and
+// the loop, main. Functions of device:: are the layers; llmc/cpu/ and llmc/cuda/ define them alike.
 #include <algorithm>
 #include <cmath>
 #include <functional>
@@ -49,9 +49,9 @@ struct LayerActivations {  // all (N,C), but qkv (N,3C), fch and fch_gelu (N,4C)
 };
 
 struct Activations {
-    Buffer<floatX> encoded, projected, dresidual, dprojected;  // (N,C); projected: then added to residual
+    Buffer<floatX> encoded, projected, dresidual, dprojected;  // (N,C). projected: without the residual
     ActivationBuffer dqkv, dfch;                               // (N,3C) (N,4C)
-    ActivationBuffer lnf, ln_recomputed, gelu_recomputed;      // (N,C) (N,C) (N,4C); two of --recompute
+    ActivationBuffer lnf, ln_recomputed, gelu_recomputed;      // (N,C) (N,C) (N,4C); --recompute needs two
     Buffer<float> lnf_mean, lnf_rstd, losses;
     Buffer<floatX> logits;  // (N,Vp); becomes dlogits
     std::vector<LayerActivations> layers;
@@ -302,7 +302,7 @@ inline void wait_for_parameters(Worker& worker) {
 inline void sum_over_ranks(Worker& worker, float* values, size_t count) {
     if (worker.comm.size() == 1) { return; }
     hand_over(worker);
-    worker.comm.all_reduce(values, count, Reduction::sum, worker.comm_stream, &worker.traffic);
+    worker.comm.all_reduce(values, count, worker.comm_stream, &worker.traffic);
     hand_back(worker);
 }
 
@@ -554,7 +554,7 @@ struct Run {  // everything that a process holds while it trains
     StepResult& last_result() { return results[session.totals.updates % 2]; }
     StepResult& previous_result() { return results[(session.totals.updates + 1) % 2]; }
     bool stops_together() const { return outer && options.workers > 1 && !options.diloco.is_elastic(); }
-    bool has_left() const { return course == Outcome::left; }  // a request to stop ended a wait for others
+    bool has_left() const { return course == Outcome::left; }  // amid a wait for others or for the store
     bool is_over() const { return course == Outcome::over; }   // the other workers have completed the run
     bool is_stopping() const {
         return stops_together() ? session.stopping.is_last_step_together(step)
@@ -768,7 +768,7 @@ inline void end_step(Run& run, long step) {
         run.outer->collect_in_flight(run.main);
     }
     if (run.is_over()) { return; }
-    if (run.has_left() && !snapshot) { snapshot = &take_snapshot(run, step); }
+    if (run.has_left() && run.checkpoints && !snapshot) { snapshot = &take_snapshot(run, step); }
     if (!snapshot) { return; }
     // The state after the last step lacks the last merges, which a resumed run repeats; the model has them.
     if (last) { gather_model(run, snapshot->model); }
@@ -963,7 +963,7 @@ inline int train(const Options& o, Process& process) {
 
 // --generate: writes text with a trained model, on one device. Returns the program's exit status.
 inline int generate(const Options& o) {
-    const TextInputs in = open_text_inputs(o);
+    const Inputs in = open_text_inputs(o);
     device::use_device(0, "");
     Stream main;
     Model model(in.shape, in.layout, 2, matmul_precision(o.matmul_precision));  // 2: takes the least memory

@@ -96,7 +96,7 @@ public:
     // After begin(): a warning about settings of the store that endanger the run, or "".
     virtual std::string warning() const { return ""; }
 
-    // Why it ended a wait that nobody had asked it to end (Outcome::left), or "".
+    // Why it ended the run (Outcome::left) though nobody had asked it to; else "".
     virtual std::string gave_up() const { return ""; }
 
     virtual OuterCosts costs() const { return {}; }

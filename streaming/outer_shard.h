@@ -122,8 +122,8 @@ public:
         device::copy_to_host_later(sums, encoding.data(), encoding_sums, main);
     }
 
-    // Encodes zeros in place of parameters, so that nothing that a send needs is set up during a step. The
-    // residuals are restored by ErrorFeedback::end().
+    // Encodes zeros (and residuals) in place of parameters, so that nothing that a send needs is set up during
+    // a step. The residuals are restored by ErrorFeedback::end().
     void rehearse_encode(uint8_t* payload, const PayloadLayout& layout, const Sync& sync, double* sums,
                          Stream& main) {
         device::set_zero(mean.data(), sync.values, main);

@@ -1,7 +1,7 @@
 // DilocoSnapshot: the state of Streaming DiLoCo after step C, for a checkpoint, copied to pinned host memory.
-// Training does not pause for it. Whatever no exchange is changing is copied at C. A sync that was sent by C
-// and is not applied yet is added when this worker receives it; a resumed run takes its mean from the file
-// instead of the wire.
+// Training does not pause for it. State that no exchange in flight will change is copied at C. A sync that
+// was sent by C and is not applied yet is added when this worker receives it; a resumed run takes its mean
+// from the file instead of the wire.
 //
 //     at C          global, momentum, tokens at the last sends; residuals of fragments that are not in flight
 //     at a receive  the mean, unless no worker applies it; the report; then the fragment's residuals

@@ -192,8 +192,8 @@ class Chaos:
         return through
 
     def lose_store(self):
-        """Kills the store and restarts it empty. Each worker must end with one clear line, unless it already has all
-        that it needs from the store; then it may complete the run."""
+        """Kills the store and restarts it empty. Each worker must end with one clear line and status 75, unless it
+        already has all that it needs from the store; then it may complete the run."""
         self.tell("chaos", "kills the store and restarts it empty")
         for worker in self.workers:
             worker.wanted = False
@@ -208,7 +208,7 @@ class Chaos:
             lines = [line for line in worker.text().splitlines() if line.startswith("error: ")]
             if worker.is_through():
                 self.tell(f"worker {worker.number}", "has completed the run nevertheless")
-            elif status != 1 or not any("the store has lost the run" in line for line in lines) or (
+            elif status != 75 or not any("the store has lost the run" in line for line in lines) or (
                     len(lines) > 1 and self.options["--ranks"] == 1):  # else its launcher and other ranks say more
                 raise Failure(f"the store was restarted empty, and worker {worker.number} ends with status "
                               f"{status}:\n{worker.text()[-1000:]}")

@@ -207,14 +207,19 @@ public:
         is_waited_for = false;
     }
 
-    // Waits for the last checkpoint. RunError if it does not become whole.
+    // Waits for the last checkpoint. RunError if it does not become whole, or if nobody can say so.
     void finish(const std::function<void(const std::string& message)>& print) {
         wait();
         for (const std::string& message : take_messages()) { print(message); }
         if (!has_failed()) { return; }
+        if (is_unknown) {  // as it is while the store is away; all files may be there
+            throw RunError("it is not known whether the last checkpoint is whole: -y 1 resumes from the "
+                           "newest one that is", retry_status);
+        }
         const std::string reason = failure().empty() ? "" : " (" + failure() + ")";
         throw RunError("the last checkpoint is not whole" + reason +
-                       ": correct that and resume (-y 1) from the newest checkpoint that is whole");
+                           ": correct that and resume (-y 1) from the newest checkpoint that is whole",
+                       is_silent ? retry_status : 1);
     }
 
     // Messages for the user, in order, each returned once.
@@ -291,6 +296,7 @@ private:
     }
 
     bool carry_out(const CheckpointJob& job) {
+        is_unknown = false;
         try {
             return write_and_agree(job);
         } catch (const Abandoned&) {
@@ -299,6 +305,7 @@ private:
             // No process knows about all the others. The files stay: theirs may be there, too.
             say(format("it is not known whether the checkpoint of step %ld is whole: %s", job.identity.step,
                        error.what()));
+            is_unknown = true;
             return false;
         }
     }
@@ -311,6 +318,7 @@ private:
         Verdict own = attempt([&] { write_files(job, written); });
         tidy(who.step, [&] { thin_out(who.lineage); });
         Verdict verdict = agree(key, own, 1, who);
+        is_silent = verdict.is_silent;
         forget_keys(who.step);
         if (verdict.is_whole) {
             if (process.rank == 0) {
@@ -586,6 +594,8 @@ private:
     std::optional<CheckpointJob> next;  // the checkpoint that is being written
     long newest = -1;
     bool failed = false;
+    bool is_unknown = false;  // nobody could say whether the last checkpoint is whole
+    bool is_silent = false;   // it is not, since some processes did not answer
     std::string why;
     std::atomic<bool> is_abandoned{false}, is_waited_for{false};
     std::vector<std::string> messages;

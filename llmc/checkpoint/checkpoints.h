@@ -56,7 +56,7 @@ public:
         return *snapshot;
     }
 
-    // Starts to write the snapshot as the checkpoint of `step`, once `copies` has come here.
+    // Starts to write the snapshot as the checkpoint of `step`, once what is on `copies` by now is done.
     void write(long step, bool is_last_of_run, Stream& copies) {
         snapshot->end_copies(copies);
         CheckpointJob job;

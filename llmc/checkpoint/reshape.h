@@ -311,8 +311,8 @@ inline std::unique_ptr<StateReader> open_state(const StoredRun& run, const RunSh
                                                std::vector<std::string>& notes) {
     if (has_shape(run, to, make)) { return std::make_unique<StateReader>(run.path(to.worker, to.rank)); }
     if (run.point.is_of_one_worker()) {
-        throw UserError(run.folder + " is of other fragments, or of another number format or error feedback: "
-                        "an elastic worker resumes with the options that it had");
+        throw UserError(run.folder + " is of other fragments, another -H or error feedback, or a build with "
+                        "other parameters (fp32, bf16): an elastic worker resumes with its old options");
     }
     return reshape_state(run, to, make, notes);
 }

@@ -206,7 +206,7 @@ public:
         return sections;
     }
 
-    // What has not arrived yet is given up: whoever waits for it throws.
+    // Gives up what has not arrived: whoever waits for it throws.
     void abandon() {
         if (outer) { outer->abandon(); }
     }
@@ -247,7 +247,7 @@ inline void restore(const TrainingArrays& to, const StateReader& state, Stream& 
 // -----------------------------------------------------------------------------------------------------------
 // Resuming
 
-// The state that a run goes on from.
+// The state to resume from.
 struct Resumption {
     std::string lineage;                 // of the run: see state_file.h
     long step = 0;                       // steps done; 0: the run begins
@@ -256,7 +256,7 @@ struct Resumption {
     std::vector<std::string> notes{};      // for people, a line each
 };
 
-// The run that wants to go on from a checkpoint.
+// The run that resumes.
 struct ResumedRun {
     std::string folder;                 // of this process's checkpoints
     StateIdentity who;                  // this process in its state files; its step and lineage mean nothing
@@ -352,7 +352,7 @@ inline void open_checkpoint(const ResumedRun& run, const ResumePoint& point, Res
     if (!position.empty()) { r.notes.push_back(position); }
 }
 
-// What the run goes on from: the newest checkpoint that all processes have, or nothing. Collective; all
+// The checkpoint to resume from: the newest checkpoint that all processes have, or nothing. Collective; all
 // processes get the same answer or throw the same UserError.
 inline Resumption find_checkpoint(Process& process, const ResumedRun& run) {
     Resumption r{process.run_id};

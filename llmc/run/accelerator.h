@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <map>
 #include <set>
 #include <string>
 #include <utility>
@@ -46,16 +47,18 @@ inline int local_number(const Process& process, const std::vector<std::string>& 
     return is_taken_twice ? before : process.local_rank;
 }
 
-// The processes that share a device: "worker 0 rank 0 and worker 1 rank 0"; empty if there are none.
-inline std::string sharers_of_a_device(const Process& process, const std::vector<std::string>& devices) {
-    for (const std::string& device : devices) {
-        std::vector<std::string> names;
-        for (int i = 0; i < process.size(); i++) {
-            if (devices[size_t(i)] == device) { names.push_back(process.member(i)); }
+// UserError unless each worker has as many ranks on each of its GPUs: else one may have failed.
+// devices: of all processes
+inline void check_shares(const Process& process, const std::vector<std::string>& devices) {
+    for (int first = 0; first < process.size(); first += process.ranks) {
+        std::map<std::string, int> ranks;  // of the worker, on each of its GPUs
+        for (int r = 0; r < process.ranks; r++) { ranks[devices[size_t(first + r)]]++; }
+        for (const auto& [device, count] : ranks) {
+            if (count == ranks[devices[size_t(first)]]) { continue; }
+            throw UserError(process.member(first) + " and its worker's other ranks share GPUs unevenly: see "
+                            "in nvidia-smi whether one has failed, or start as many ranks as there are GPUs");
         }
-        if (names.size() > 1) { return list_in_words(names); }
     }
-    return "";
 }
 
 // --interface is meant for the traffic between workers, but NCCL uses one interface for all its traffic. So it
@@ -82,18 +85,17 @@ inline device::Device choose_device(Process& process, bool outer_nccl) {
         local_number(process, machines, process.gather("local rank", std::to_string(process.local_rank)));
     device::Device device;
     process.change_environment([&] { device = device::use_device(number, interface); });
-    const std::string identity = machine_name() + "/" + device.identity;
-    const std::string sharers = sharers_of_a_device(process, process.gather("device", identity));
-    if (sharers.empty()) { return device; }
+    const auto devices = process.gather("device", machine_name() + "/" + device.identity);
+    if (std::set<std::string>(devices.begin(), devices.end()).size() == devices.size()) { return device; }
+    check_shares(process, devices);
 
     const bool one_machine =
         std::count(machines.begin(), machines.end(), machines[0]) == process.size();
     process.change_environment(
         [&] { device::share_device(process.run_id + " " + process.name(), one_machine); });
     if (process.index() == 0) {
-        printf("%s share a GPU, and every collective costs milliseconds: fine for tests; otherwise start "
-               "fewer processes here, or give each worker GPUs of its own (CUDA_VISIBLE_DEVICES)\n",
-               sharers.c_str());
+        printf("processes share a GPU, and every collective costs milliseconds: fine for tests; otherwise "
+               "start fewer, or give each worker GPUs of its own (CUDA_VISIBLE_DEVICES)\n");
     }
     return device;
 }

@@ -151,9 +151,10 @@ inline Inputs open_files(const Options& o, const Process& process) {
     in.shape = resolve_shape(o, in.tokenizer.get());
     check_shape(in.shape, o);
     if (in.tokenizer) { check_tokenizer(*in.tokenizer, in.shape); }
+    const int sharers = o.has_own_batch() ? 1 : o.workers * o.ranks;  // else share_data() divides the data
     in.train_loader =
-        std::make_unique<DataLoader>(o.train_data, o.batch, o.seq_len, number_among_all(o, process),
-                                     o.workers * o.ranks, in.shape.vocab_size, o.seed, o.shuffle != 0);
+        std::make_unique<DataLoader>(o.train_data, o.batch, o.seq_len, number_among_all(o, process) % sharers,
+                                     sharers, in.shape.vocab_size, o.seed, o.shuffle != 0);
     if (!o.validation_data.empty()) {
         in.validation_loader =
             std::make_unique<DataLoader>(o.validation_data, o.batch, o.seq_len, process.rank, process.ranks,
@@ -186,18 +187,11 @@ inline Inputs open_inputs(const Options& o, const Process& process) {
 }
 
 // What --generate reads: a trained model's shape, its tokenizer and the prompt's tokens.
-struct TextInputs {
-    GptShape shape;
-    Layout layout;
-    std::unique_ptr<Tokenizer> tokenizer;
-    std::vector<int> prompt;
-};
-
-inline TextInputs open_text_inputs(const Options& o) {
+inline Inputs open_text_inputs(const Options& o) {
     if (!is_model_file(o.model)) {
         throw UserError("--generate writes with a trained model: give its file (-e log/model_00001000.bin)");
     }
-    TextInputs in;
+    Inputs in;
     in.shape = resolve_shape(o, nullptr);
     in.layout = gpt_layout(in.shape, 1, 0);
     in.tokenizer = find_tokenizer(o, o.train_data.empty() ? o.model : o.train_data);

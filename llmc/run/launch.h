@@ -39,6 +39,7 @@ struct LaunchOptions {
     std::optional<World> world{};   // of -pn and -pr; otherwise the environment may have one
     bool elastic = false;           // each worker is a run of its own: see Process
     int restarts = 0;               // by the launcher, of an elastic worker that has failed; at most
+    bool resumes = false;           // its processes wait for a store that is away
 };
 
 // Where processes meet; empty: not given.
@@ -219,6 +220,7 @@ inline Process launch(const LaunchOptions& o, char** argv) {
     process.ranks = o.ranks;
     process.restart = has_launcher() ? number_or_zero("DILOCO_RESTART") : 0;
     process.timeout = o.timeout;
+    process.waits_for_store = o.resumes || process.restart > 0;
     process.interface = o.interface;
     process.run_name = place.job.empty() ? o.run_name : o.run_name + "." + place.job;
     // mpirun gives each process a terminal, wherever mpirun's own output goes.

@@ -474,7 +474,7 @@ private:
         } else if (culprit.errors.empty() || culprit.was_killed) {
             say("error: " + first_failed->failure());
         }
-        return culprit.status;
+        return culprit.status == 2 && first_failed->restarts.count > 0 ? 1 : culprit.status;
     }
 
     std::vector<LaunchedRun> runs;

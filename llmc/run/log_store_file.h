@@ -14,7 +14,6 @@
 #include <dirent.h>
 #include <errno.h>
 #include <stdio.h>
-#include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -32,14 +31,16 @@
 
 class FileLogStore : public LogStore {
 public:
-    // UserError if the folder cannot be made or written to, or its file system has no links.
+    // UserError if the folder cannot be made or written to, or its file system has no links;
+    // TemporaryFailure if it may serve later.
     explicit FileLogStore(const std::string& folder)
         : root(folder), unnamed(folder + "/.new"), token(random_hex(8)) {
         FileStore::make_usable(root);
         try {
             if (mkdir(unnamed.c_str(), 0777) != 0 && errno != EEXIST) { fail_value_file("mkdir", unnamed); }
             sweep(now_on_its_server());
-        } catch (const RunError& error) {
+        } catch (const ValueFileError& error) {
+            if (may_pass(error.error)) { throw TemporaryFailure(error.what()); }
             throw UserError(std::string(error.what()) +
                             ": give --store a folder that can be written, of a file system that has links");
         }

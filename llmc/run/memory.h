@@ -1,5 +1,5 @@
-// Memory: how many bytes a run will take, known from its options before any are allocated, and how many there
-// are. A model that does not fit is a user's mistake like any other: one line, and status 2.
+// Memory: computes from the options how many bytes a run needs, and compares them with what the machine has,
+// before any is taken. A model that does not fit is a user's mistake like any other: one line, and status 2.
 #pragma once
 #include <sys/resource.h>
 

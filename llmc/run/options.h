@@ -213,8 +213,8 @@ inline OptionTable option_table(Options& o) {
          anything, !saved},
         {"--run-name", &o.run_name,
          "Name of the run in the store; runs that share a store need different names", Scope::worker},
-        {"--timeout", &o.timeout, "Seconds to wait for other processes before giving up", Scope::worker,
-         CLI::Range(1.0, 1e6)},
+        {"--timeout", &o.timeout, "Seconds to wait for other processes or the store before giving up",
+         Scope::worker, CLI::Range(1.0, 1e6)},
     });
     add_section(table, "Streaming DiLoCo", o.diloco.streams(), {
         {"-H,--inner-steps", &o.diloco.inner_steps,
@@ -230,7 +230,8 @@ inline OptionTable option_table(Options& o) {
         {"--local-weight", &o.diloco.local_weight, "alpha: weight of the local parameters in the merge",
          Scope::run, from_0_to_1},
         {"--outer-optimizer", &o.diloco.outer_optimizer,
-         "none, nesterov or average (default: none for one worker, nesterov for more)", Scope::derived},
+         "none, nesterov or average (rate 1, momentum 0); default: none for one worker, nesterov for more",
+         Scope::derived},
         {"--outer-lr", &o.diloco.outer_lr, "Outer learning rate", Scope::run, at_least_0},
         {"--outer-momentum", &o.diloco.outer_momentum, "Outer momentum", Scope::run, from_0_to_1},
         {"--outer-dtype", &o.diloco.outer_format,
@@ -308,7 +309,7 @@ inline void add_other_options(CLI::App& app, Options& o) {
     app.footer("Of an option that is given several times, the last value counts.\n"
                "llm.c's -z, -f and flags of two letters are taken as well: see --llmc-flags-table.\n\n"
                "Exit status: 0 the run is complete; 1 it has failed, and -y 1 continues from its last "
-               "checkpoint; 2 a mistake to\ncorrect; 75 other processes or the store did not answer in time: "
+               "checkpoint; 2 a mistake to\ncorrect; 75 others did not come, or the store is away: "
                "try again; 76 another process has taken this\nworker's place; 143 stopped by request, with a "
                "checkpoint (without -o, or at a second signal, there is none).");
 }

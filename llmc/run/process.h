@@ -36,6 +36,7 @@ struct Process {
     int first_worker = 0;        // the number of its first worker: of an elastic one, its own
     bool gives_way = false;      // a later start of the same processes takes their place
     int restart = 0;             // how many times the launcher has restarted this worker
+    bool waits_for_store = false;  // at the start, if the store is away
     bool terminal = false;       // its output goes to a terminal, be it through the launcher
     double timeout = 600;        // seconds to wait for others
     std::string interface;       // of the network between workers; empty: the one that leads to the store
@@ -66,6 +67,8 @@ struct Process {
     // Returns when all processes of the run are there. UserError when some are missing after `timeout`, or
     // when two claim the same place.
     void meet() {
+        const bool uses_url = gives_way || (!meeting_point && job_folder.empty() && size() > 1);
+        if (waits_for_store && uses_url) { wait_for_store(store_url, timeout, local_rank == 0); }
         if (!meeting_point && !job_folder.empty()) { meeting_point = open_job_store(job_folder); }
         if (!meeting_point && size() > 1) { meeting_point = open_store(store_url, timeout); }
         if (!meeting_point) { meeting_point = std::make_shared<MemoryStore>(); }

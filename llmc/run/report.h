@@ -155,6 +155,7 @@ public:
 
     // Syncs whose means were merged in `step`.
     void syncs(long step, const std::vector<SyncReport>& reports) {
+        if (!reports.empty()) { totals.next_sync = 0; }  // with another H, the numbers are others
         for (const SyncReport& r : reports) {
             totals.syncs++;
             totals.next_sync = std::max(totals.next_sync, r.sync + 1);

@@ -41,6 +41,18 @@ inline std::string checkpoint_folder(const Options& o, const Process& process) {
     return is_own ? o.output + format("/worker_%d", process.worker) : o.output;
 }
 
+// Whether -o has a whole checkpoint, of any worker.
+inline bool has_checkpoint(const Options& o) {
+    std::error_code unreadable;
+    std::vector<std::string> names = names_in(o.output, unreadable);
+    for (int w = 0; w < o.workers; w++) {
+        for (const std::string& name : names_in(o.output + format("/worker_%d", w), unreadable)) {
+            names.push_back(name);
+        }
+    }
+    return std::any_of(names.begin(), names.end(), [](auto& name) { return bool(done_named(name)); });
+}
+
 inline void make_folder(const std::string& folder) {
     std::error_code error;
     std::filesystem::create_directories(folder, error);
@@ -93,7 +105,7 @@ inline std::optional<LogCut> log_cut(const Options& o, const Resumption& resumed
 inline LaunchOptions launch_options(const Options& o) {
     return {o.workers,         o.ranks,   o.worker,          o.store, o.interface,
             o.run_name,        o.timeout, !o.output.empty(), o.world, o.diloco.is_elastic(),
-            o.elastic.restarts};
+            o.elastic.restarts, o.resume != 0 && has_checkpoint(o)};
 }
 
 // Before anything is written: all processes agree on the options and divide the data.
@@ -210,7 +222,7 @@ struct Session {
     }
 
     // These report how the training ended.   return whether the run is complete
-    // gave_up: why the run ends that nobody has asked to end, or "". Then it is an error.
+    // gave_up: why the run ends though nobody has asked it to, which is an error; else ""
     bool left_while_waiting(const std::string& gave_up) {
         check_given_up(gave_up);
         report.say(

@@ -212,15 +212,18 @@ class FileStore : public Store {
 public:
     explicit FileStore(std::string folder) : folder(std::move(folder)) { make_usable(this->folder); }
 
-    // UserError if the folder cannot hold a store.
+    // UserError if the folder cannot hold a store, TemporaryFailure if it may later.
     static void make_usable(const std::string& folder) {
         std::error_code error;
         std::filesystem::create_directories(folder, error);
-        if (error || access(folder.c_str(), R_OK | W_OK | X_OK) != 0) {
-            throw UserError("the store's folder " + folder + " cannot be used (" +
-                            (error ? error.message() : std::string(strerror(errno))) +
-                            "): give --store a folder that can be written");
-        }
+        if (!error && access(folder.c_str(), R_OK | W_OK | X_OK) == 0) { return; }
+        refuse(folder, error ? error.value() : errno);
+    }
+    [[noreturn]] static void refuse(const std::string& folder, int error) {
+        const std::string text = "the store's folder " + folder + " cannot be used (" + strerror(error) +
+                                 "): give --store a folder that can be written";
+        if (may_pass(error)) { throw TemporaryFailure(text); }
+        throw UserError(text);
     }
 
     void set(const std::string& key, const std::string& value) override {

@@ -7,6 +7,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <cstdio>
 #include <memory>
 #include <string>
 
@@ -57,6 +58,26 @@ inline std::unique_ptr<Store> open_store(const std::string& url, double timeout)
     if (is_redis_url(url)) { return open_redis_store(url, timeout); }
     if (is_s3_url(url)) { return open_s3_store(url, timeout); }
     return std::make_unique<FileStore>(folder_of_store(url));
+}
+
+// Returns when a store that is away can be opened, or has been away for `timeout` seconds: what open_store()
+// throws then is the caller's.   is_loud: says on stderr what it waits for
+inline void wait_for_store(const std::string& url, double timeout, bool is_loud) {
+    Patience patience(timeout);
+    for (double next_notice = 0; !patience.is_over(); patience.has_waited(1)) {
+        try {
+            open_store(url, timeout);
+            return;
+        } catch (const TemporaryFailure& failure) {
+            if (is_loud && patience.waited() >= next_notice) {
+                fprintf(stderr, "waiting for the store (%.0f of %g s): %s\n", patience.waited(), timeout,
+                        failure.what());
+                next_notice = patience.waited() + 30;
+            }
+        }
+        patience.has_worked();
+        std::this_thread::sleep_for(std::chrono::duration<double>(std::min(1.0, patience.left())));
+    }
 }
 
 // Makes the folder, unless another process of the job has made it. UserError if it is not this user's alone:

@@ -15,6 +15,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 
 #include "llmc/error.h"
@@ -23,9 +24,16 @@
 struct ValueFileError : RunError {
     ValueFileError(const char* call, const std::string& path, int error)
         : RunError(format("the store's file %s: %s failed (%s)", path.c_str(), call, strerror(error))),
-          is_full(error == ENOSPC || error == EDQUOT) {}
+          is_full(error == ENOSPC || error == EDQUOT), error(error) {}
     bool is_full;  // the disk, or this user's quota
+    int error;     // errno
 };
+
+// Whether a file system that fails with `error` may serve again later, as a network's does, or a full one.
+inline bool may_pass(int error) {
+    const std::set<int> passing = {EIO, ESTALE, ENOTCONN, ETIMEDOUT, EHOSTDOWN, ENOSPC, EDQUOT};
+    return passing.count(error) > 0;
+}
 
 [[noreturn]] inline void fail_value_file(const char* call, const std::string& path) {
     throw ValueFileError(call, path, errno);

@@ -121,7 +121,6 @@ public:
     }
 
     void request_stop() override {}  // each worker stops by itself
-
     std::string gave_up() const override { return given_up; }
 
     ElasticSnapshot& snapshot() override {
@@ -140,7 +139,6 @@ public:
     }
 
     void collect_in_flight(Stream&) override {}  // it is in the store
-
     void checkpointed() override { log->checkpointed(taken->log_place().positions); }
 
     const float* global(Stream& main) override { return shard.state->global(main); }
@@ -190,7 +188,7 @@ private:
     // Until the log says to go on, the wait is ended, or the run is over.
     template <class Turn>
     Outcome take_turns(long step, Turn turn) {
-        idle_from = stamp(*now.main);
+        idle_from = now.main->stamp();
         helpless.reset();  // the time limit is of one wait: the last may have ended while the store was away
         while (true) {
             const double from = now_seconds(), work_before = shard_seconds;
@@ -211,8 +209,10 @@ private:
                     break;
                 case LogTurn::over:
                     return outcome(step, Outcome::over);
+                case LogTurn::lost:
                 case LogTurn::stop:
-                    fail();
+                    end(agreed.kind);
+                    return outcome(step, Outcome::left);
             }
         }
     }
@@ -222,13 +222,13 @@ private:
                 course};
     }
 
-    // The run cannot continue here: for this rank's reason, or another's.
-    [[noreturn]] void fail() {
+    // Tells why the log has stopped. Throws, except after `lost`: then the caller saves what is here first.
+    void end(LogTurn::Kind kind) {
         report_events();
         const LogStop own = log->stopped();
         if (!own.theirs.empty() && callbacks.refuse) { callbacks.refuse(own.theirs); }
-        const std::string other = "another rank of worker " + std::to_string(worker) + " stops";
-        throw RunError(own.why.empty() ? other : own.why, own.replaced ? replaced_status : 1);
+        given_up = own.why.empty() ? format("another rank of worker %d stops", worker) : own.why;
+        if (kind == LogTurn::stop) { throw RunError(given_up, own.replaced ? replaced_status : 1); }
     }
 
     bool report_events() { return !callbacks.report || callbacks.report(std::exchange(told, {})); }
@@ -255,7 +255,7 @@ private:
                         "waits: " + reason + "; it writes a checkpoint and ends after " + limit, false});
     }
 
-    // What all ranks of this worker do: stop if any must, else wait, else jump (the farthest), else go on.
+    // What all ranks of this worker do (LogTurn::Kind); they jump as far as the farthest.
     LogTurn agree(const LogTurn& mine) {
         if (inner.size() == 1) {
             all_leave = leaves && mine.kind == LogTurn::wait;
@@ -350,7 +350,7 @@ private:
         const Sync sync = sync_of(number);
         Stream& main = *now.main;
         SyncReport report{sync.number, sync.fragment, sync.send_step, sync.send_step + shard.options.overlap,
-                          {}, idle_from, stamp(main), hashes[size_t(sync.fragment)], {}};
+                          {}, idle_from, main.stamp(), hashes[size_t(sync.fragment)], {}};
         report.log = LogReport{{}, counted};
         for (const Contribution& one : contributions) { note_header(one, sync, report); }
         if (report.applied()) {
@@ -381,7 +381,7 @@ private:
         }
         out.sync = -1, out.encoded.reset();
         reports.push_back(report);
-        idle_from = stamp(main);
+        idle_from = main.stamp();
     }
 
     // Refused if it was not made on these global parameters.

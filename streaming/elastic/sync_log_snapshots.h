@@ -170,7 +170,7 @@ inline void SyncLog::look_for_an_end() {
             return say_waits("nobody who is alive holds what the run has: start a worker that has a "
                              "checkpoint of it, or begin another run (--run-name)", nobody_to_give);
         }
-        end.over = true;
+        end.turn = LogTurn::over;
         stop("the run is over, and nobody is there to take a snapshot from");
     });
 }

@@ -41,7 +41,7 @@ inline LogTurn SyncLog::take_turn(long step, double now) {
     began_step += std::max(step - this->step - 1, 0L);  // steps that were jumped over are not done
     this->step = step;
     if (phase == Phase::behind && snapshot.is_whole) { load_snapshot(); }
-    if (phase == Phase::stopped) { return {end.over ? LogTurn::over : LogTurn::stop}; }
+    if (phase == Phase::stopped) { return {end.turn}; }
     if (phase != Phase::running) { return {LogTurn::wait}; }
     keep_pace(now);
     for (int p = ready(); p >= 0; p = ready()) { apply(slots[size_t(p)]); }
@@ -128,7 +128,6 @@ inline void SyncLog::apply(Slot& slot) {
     shard.apply(slot.sync, contributions, counted);
     const std::string text = format("applies sync %ld, ", slot.sync) + (counted ? "it " : "not counted: it ");
     say(LogEventKind::applied, text + in_words(*slot.entry), slot.sync, slot.entry);
-    told.back().counted = counted;
     told.back().bytes_read = slot.bytes_read;
     keep_promise(slot);
     const int p = schedule.fragment(slot.sync);

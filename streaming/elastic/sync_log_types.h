@@ -71,7 +71,8 @@ public:
 };
 
 struct LogTurn {
-    enum Kind { go_on, jump, wait, over, stop };  // a worker's ranks do the last of these that any must do
+    // A worker's ranks do the last of these that any must do.   lost: the store has lost the run: save, end
+    enum Kind { go_on, jump, wait, over, lost, stop };
     Kind kind;
     long step = 0;  // to jump to; it counts as done
 };
@@ -79,8 +80,8 @@ struct LogTurn {
 // Why a sync log has stopped, and whether that was for one of these reasons.
 struct LogStop {
     std::string why;        // "": it has not
+    LogTurn::Kind turn = LogTurn::stop;  // over: it came too late: all others have ended
     bool diverged = false;  // nobody knows whose global parameters are right, or this worker's are wrong
-    bool over = false;      // it came too late: all others have ended
     bool replaced = false;  // by a later start of this worker
     std::string theirs;     // the run's options, if this worker has others
 };
@@ -128,7 +129,6 @@ struct LogEvent {
 
     std::optional<LogEntry> entry = std::nullopt;  // decided, applied
     // applied
-    bool counted = false;   // this worker's payload is in it
     size_t bytes_read = 0;  // of payloads, from the store
 };
 

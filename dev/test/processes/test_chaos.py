@@ -173,7 +173,7 @@ def test_a_worker_that_already_has_all_it_needs_may_complete_the_run_when_the_st
 
     lost = "error: the store has lost the run: start anew\n"
     for worker in quiet.workers:
-        end(worker, 1, lost)
+        end(worker, 75, lost)
     quiet.lose_store()
     for worker in quiet.workers[:2]:
         end(worker, 0, model=b"one")
@@ -183,7 +183,7 @@ def test_a_worker_that_already_has_all_it_needs_may_complete_the_run_when_the_st
     end(quiet.workers[2], 0, model=b"another")
     with pytest.raises(Failure, match="end with 2 models"):
         quiet.lose_store()
-    for status, text in ((0, ""), (1, "error: something else\n"), (1, lost + lost), (75, lost)):
+    for status, text in ((0, ""), (75, "error: something else\n"), (75, lost + lost), (1, lost)):
         quiet.workers[1].path_of_model().unlink(missing_ok=True)
         end(quiet.workers[1], status, text)
         with pytest.raises(Failure, match=f"worker 1 ends with status {status}"):

@@ -198,4 +198,14 @@ def test_workers_started_one_by_one_on_a_machine_take_different_gpus_if_there_ar
                for worker in range(2)]
     outputs = [process.communicate(timeout=100)[0] for process in running]
     assert [process.returncode for process in running] == [0, 0]
-    assert ("worker 0 rank 0 and worker 1 rank 0 share a GPU" in outputs[0]) == (gpus == 1)
+    assert ("processes share a GPU" in outputs[0]) == (gpus == 1)
+
+
+def test_three_ranks_on_two_gpus_are_refused(tokens, tmp_path):
+    """As where one of three has failed."""
+    options = {**OPTIONS, "--workers": 1, "--ranks": 3}
+    words = command(tokens, tmp_path / "out", options, TRAINER)
+    done = subprocess.run(words, env=environment({"EMULATOR_DEVICES": 2}), capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2 and not (tmp_path / "out").exists(), done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: worker 0 rank 0 and its worker's other ranks share GPUs unevenly")

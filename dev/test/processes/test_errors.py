@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import re
 import shutil
+import signal
 import struct
 import subprocess
 import time
@@ -110,6 +111,22 @@ def test_one_line_and_nothing_written(train, options, words):
 def test_a_store_that_cannot_be_reached_may_be_there_later(train):
     options = {**WORKERS, "--worker": 0, "--store": "redis://127.0.0.1:1", "--timeout": 3}
     refused(train("run", options, status=75), "cannot reach the store at 127.0.0.1:1")
+
+
+@pytest.mark.parametrize("signaled", [False, True])
+def test_a_run_with_a_checkpoint_waits_for_its_store(tokens, tmp_path, signaled):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "DONE_00000001").touch()
+    options = {**WORKERS, "--worker": 0, "--store": "redis://127.0.0.1:1", "--timeout": 60 if signaled else 2, "-y": 1}
+    process = subprocess.Popen(command(tokens, folder, options), stderr=subprocess.PIPE, text=True)
+    line = process.stderr.readline()
+    assert line.startswith("waiting for the store (0 of ") and "cannot reach the store at 127.0.0.1:1" in line, line
+    if signaled:
+        process.send_signal(signal.SIGTERM)
+    rest = process.communicate(timeout=60)[1]
+    assert process.returncode == (143 if signaled else 75), rest
+    assert signaled or rest.startswith("error: cannot reach the store at 127.0.0.1:1"), rest
 
 
 @pytest.mark.parametrize(

@@ -596,7 +596,8 @@ private:
 
     // The answer on which two ranks of a worker agree.
     static LogTurn agreed(const LogTurn& one, const LogTurn& other) {
-        for (const LogTurn::Kind kind : {LogTurn::stop, LogTurn::over, LogTurn::wait, LogTurn::jump}) {
+        for (const LogTurn::Kind kind :
+             {LogTurn::stop, LogTurn::lost, LogTurn::over, LogTurn::wait, LogTurn::jump}) {
             if (one.kind == kind || other.kind == kind) { return {kind, std::max(one.step, other.step)}; }
         }
         return one;
@@ -618,6 +619,7 @@ private:
         check(w);
         switch (said.kind) {
             case LogTurn::over:
+            case LogTurn::lost:
             case LogTurn::stop:
                 return after_stop(w);
             case LogTurn::wait:
@@ -744,7 +746,7 @@ private:
                 throw Violation(format("worker %d is refused, and has the options of the run", w));
             }
             totals.refused += !log.stopped().theirs.empty();
-            if (log.stopped().over) {
+            if (log.stopped().turn == LogTurn::over) {
                 const std::string run = log.current_generation() + format("/%d", r);
                 if (!store.has_ended(run)) { throw Violation(log.stopped().why); }
                 totals.too_late++;

@@ -138,7 +138,7 @@ TEST(SyncLogThreads, workers_that_keep_step_are_all_counted_and_end_with_the_sam
             for (int p = 0; p < 2; p++) { hashes[size_t(w)].push_back(shard.hash(p)); }
             for (const LogEvent& event : log.events()) {
                 EXPECT_NE(event.kind, LogEventKind::late) << event.text;
-                EXPECT_TRUE(event.kind != LogEventKind::applied || event.counted) << event.text;
+                EXPECT_TRUE(event.kind != LogEventKind::applied || event.entry->counts(w)) << event.text;
             }
             cpu_seconds[size_t(w)] = log.cpu_seconds();
         });
@@ -272,7 +272,7 @@ TEST(SyncLogThreads, a_worker_with_other_options_is_refused_and_told_the_runs) {
     EXPECT_EQ(store.folders.in(store.folders.generation() + "/0/incarnation/1").size(), 0u);
 }
 
-TEST(SyncLogThreads, a_store_that_comes_back_empty_stops_a_worker_that_only_trains) {
+TEST(SyncLogThreads, a_store_that_comes_back_empty_ends_a_worker_that_only_trains) {
     Store store;
     Shard shard(0, 0, store.schedule);
     SyncLogOptions options = options_for(1);
@@ -285,7 +285,7 @@ TEST(SyncLogThreads, a_store_that_comes_back_empty_stops_a_worker_that_only_trai
     }
     LogTurn said{LogTurn::go_on};
     while (said.kind == LogTurn::go_on) { said = train(log, shard, 2, 2); }
-    EXPECT_EQ(said.kind, LogTurn::stop);
+    EXPECT_EQ(said.kind, LogTurn::lost);
     EXPECT_NE(log.stopped().why.find("came back empty"), std::string::npos) << log.stopped().why;
 }
 

@@ -1,4 +1,4 @@
-// Which GPU each process takes, which processes share one, and whose traffic an interface may move.
+// Which GPU each process takes, how processes may share them, and whose traffic an interface may move.
 #include "llmc/run/accelerator.h"
 
 #include <gtest/gtest.h>
@@ -31,11 +31,12 @@ TEST(Accelerator, workers_started_one_by_one_on_a_machine_take_different_numbers
     }
 }
 
-TEST(Accelerator, names_the_processes_that_share_a_device) {
-    const Process process = process_of(0, 2, 2);
-    EXPECT_EQ(sharers_of_a_device(process, {"a/0", "a/1", "b/0", "b/1"}), "");
-    EXPECT_EQ(sharers_of_a_device(process, {"a/0", "a/1", "a/2", "a/1"}),
-              "worker 0 rank 1 and worker 1 rank 1");
+TEST(Accelerator, refuses_to_load_one_device_of_a_worker_more_than_another) {
+    EXPECT_NO_THROW(check_shares(process_of(0, 1, 4), {"a/0", "a/0", "a/1", "a/1"}));
+    EXPECT_NO_THROW(check_shares(process_of(0, 2, 2), {"a/0", "a/0", "b/0", "b/1"}));
+    EXPECT_NO_THROW(check_shares(process_of(0, 4, 1), {"a/0", "a/1", "a/2", "a/0"}));
+    EXPECT_THROW(check_shares(process_of(0, 1, 4), {"a/0", "a/1", "a/2", "a/0"}), UserError);
+    EXPECT_THROW(check_shares(process_of(0, 2, 3), {"a/0", "a/1", "a/2", "b/0", "b/1", "b/1"}), UserError);
 }
 
 TEST(Accelerator, an_interface_for_NCCL_wants_each_worker_on_one_machine) {

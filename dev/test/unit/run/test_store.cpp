@@ -183,6 +183,20 @@ TEST(FileStore, leaves_no_temporary_files_and_no_file_outside_its_folder) {
     EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder.name()), {}), 1);
 }
 
+TEST(FileStore, a_folder_that_is_away_may_come_back_and_one_that_others_own_is_a_mistake) {
+    for (int error : {EIO, ESTALE, ENOTCONN, ENOSPC, EDQUOT}) {
+        EXPECT_THROW(FileStore::refuse("/net/store", error), TemporaryFailure) << error;
+    }
+    for (int error : {EACCES, EPERM, EROFS, ENOTDIR}) {
+        try {
+            FileStore::refuse("/net/store", error);
+        } catch (const UserError& mistake) {
+            EXPECT_EQ(exit_status(mistake), 2) << error;
+            EXPECT_EQ(std::string(mistake.what()).find("the store's folder /net/store cannot be used ("), 0u);
+        }
+    }
+}
+
 TEST(PrefixStore, removes_what_it_has_set_and_nothing_else) {
     auto shared = std::make_shared<MemoryStore>();
     PrefixStore first(shared, "run/"), second(shared, "run/");
