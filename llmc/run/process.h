@@ -68,7 +68,7 @@ struct Process {
     // when two claim the same place.
     void meet() {
         const bool uses_url = gives_way || (!meeting_point && job_folder.empty() && size() > 1);
-        if (waits_for_store && uses_url) { wait_for_store(store_url, timeout, local_rank == 0); }
+        if (waits_for_store && uses_url) { wait_for_store(store_url, timeout, rank == 0); }
         if (!meeting_point && !job_folder.empty()) { meeting_point = open_job_store(job_folder); }
         if (!meeting_point && size() > 1) { meeting_point = open_store(store_url, timeout); }
         if (!meeting_point) { meeting_point = std::make_shared<MemoryStore>(); }

@@ -41,16 +41,15 @@ inline std::string checkpoint_folder(const Options& o, const Process& process) {
     return is_own ? o.output + format("/worker_%d", process.worker) : o.output;
 }
 
-// Whether -o has a whole checkpoint, of any worker.
-inline bool has_checkpoint(const Options& o) {
+// Whether this is not the first start of a run: -o has a checkpoint, of any worker, or SLURM has restarted it.
+inline bool has_begun(const Options& o) {
     std::error_code unreadable;
     std::vector<std::string> names = names_in(o.output, unreadable);
     for (int w = 0; w < o.workers; w++) {
-        for (const std::string& name : names_in(o.output + format("/worker_%d", w), unreadable)) {
-            names.push_back(name);
-        }
+        for (auto& name : names_in(o.output + format("/worker_%d", w), unreadable)) { names.push_back(name); }
     }
-    return std::any_of(names.begin(), names.end(), [](auto& name) { return bool(done_named(name)); });
+    return number_or_zero("SLURM_RESTART_COUNT") > 0 ||
+           std::any_of(names.begin(), names.end(), [](auto& name) { return bool(state_named(name)); });
 }
 
 inline void make_folder(const std::string& folder) {
@@ -105,7 +104,7 @@ inline std::optional<LogCut> log_cut(const Options& o, const Resumption& resumed
 inline LaunchOptions launch_options(const Options& o) {
     return {o.workers,         o.ranks,   o.worker,          o.store, o.interface,
             o.run_name,        o.timeout, !o.output.empty(), o.world, o.diloco.is_elastic(),
-            o.elastic.restarts, o.resume != 0 && has_checkpoint(o)};
+            o.elastic.restarts, o.resume != 0 && has_begun(o)};
 }
 
 // Before anything is written: all processes agree on the options and divide the data.

@@ -13,9 +13,9 @@ replaced=76 # status of an elastic worker whose place another process has taken
 # The newest step of which this run has a whole checkpoint; an elastic worker's are in OUT/worker_W. WORKER: this
 # job's only one, if set
 newest_checkpoint() {
-    local worker="worker_${WORKER:-*}"
-    { find "$OUT"/ -maxdepth 2 \( -path "$OUT/DONE_*" -o -path "$OUT/$worker/DONE_*" \) -name 'DONE_????????' \
-        -printf '%f\n' 2>/dev/null || true; } | sort | tail -n 1
+    # shellcheck disable=SC2086 # the * is for all workers
+    { find "$OUT" "$OUT"/worker_${WORKER:-*} -maxdepth 1 -name 'DONE_????????' -printf '%f\n' 2>/dev/null ||
+        true; } | sort | tail -n 1
 }
 
 # run_step PROGRAM ARGUMENT...: runs it in all tasks and waits for the last.
@@ -71,21 +71,21 @@ has_failed() {
         ((status != mistake || ${SLURM_RESTART_COUNT:-0} > 0))
 }
 
-# requeue_at_most RESTARTS WHY: requeues after an end that may well happen again. OUT/restarts has the number of
-# such restarts at the newest checkpoint: a new checkpoint, or a new job, begins the count anew. Where it cannot
-# be written, SLURM's count of all restarts is the limit.
+# requeue_at_most RESTARTS WHY: requeues after an end that may well happen again. OUT/restarts (of a site's worker
+# OUT/restarts_W) has the number of such restarts at the newest checkpoint: a new checkpoint, or a new job, begins
+# the count anew. Where it cannot be written, SLURM's count of all restarts is limited.
 requeue_at_most() {
-    local restarts=0 checkpoint='' newest count="$OUT/restarts${WORKER:+_$WORKER}"
+    local restarts=0 checkpoint='' newest kind='without progress' count="$OUT/restarts${WORKER:+_$WORKER}"
     if ((is_ended)); then return; fi
     newest=$(newest_checkpoint)
     ((${SLURM_RESTART_COUNT:-0} == 0)) || read -r restarts checkpoint 2>/dev/null <"$count" || true
     [ "$checkpoint" = "$newest" ] || restarts=0
     { mkdir -p "$OUT" && echo "$((restarts + 1)) $newest" >"$count.new" && mv "$count.new" "$count"; } 2>/dev/null ||
-        restarts=${SLURM_RESTART_COUNT:-0}
+        { restarts=${SLURM_RESTART_COUNT:-0} kind='of any kind'; }
     if ((restarts < $1)); then
-        echo "$2: the job requeues itself (restart $((restarts + 1)) without progress, the limit is RESTARTS=$1)" >&2
+        echo "$2: the job requeues itself (restart $((restarts + 1)) $kind, the limit is RESTARTS=$1)" >&2
         requeue
     else
-        echo "$2: after $restarts restarts without progress (the limit is RESTARTS=$1) the job ends" >&2
+        echo "$2: after $restarts restarts $kind (the limit is RESTARTS=$1) the job ends" >&2
     fi
 }

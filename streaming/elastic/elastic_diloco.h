@@ -222,13 +222,14 @@ private:
                 course};
     }
 
-    // Tells why the log has stopped. Throws, except after `lost`: then the caller saves what is here first.
+    // Tells why the log has stopped. Throws, except after `lost`: then the caller saves what is here.
     void end(LogTurn::Kind kind) {
         report_events();
         const LogStop own = log->stopped();
         if (!own.theirs.empty() && callbacks.refuse) { callbacks.refuse(own.theirs); }
         given_up = own.why.empty() ? format("another rank of worker %d stops", worker) : own.why;
-        if (kind == LogTurn::stop) { throw RunError(given_up, own.replaced ? replaced_status : 1); }
+        const bool is_whole = kind == LogTurn::lost && !has_loaded;  // else other ranks may lack a snapshot
+        if (!is_whole) { throw RunError(given_up, own.replaced ? replaced_status : 1); }
     }
 
     bool report_events() { return !callbacks.report || callbacks.report(std::exchange(told, {})); }

@@ -69,7 +69,7 @@ inline LogPulse SyncLog::pulse() const {
 inline void SyncLog::check_generation(const StoreAnswer& answer) {
     if (phase == Phase::stopped || generation.empty() || answer.lost) { return; }
     if (!answer.found || answer.value != generation) {
-        if (phase == Phase::running) { end.turn = LogTurn::lost; }  // else there is nothing to save
+        end.turn = LogTurn::lost;
         stop("the store has lost the run: it came back empty, or is another one");
     }
 }

@@ -71,8 +71,7 @@ public:
 };
 
 struct LogTurn {
-    // A worker's ranks do the last of these that any must do.   lost: the store has lost the run: save, end
-    enum Kind { go_on, jump, wait, over, lost, stop };
+    enum Kind { go_on, jump, wait, over, lost, stop };  // a worker's ranks do the last that any of them must
     Kind kind;
     long step = 0;  // to jump to; it counts as done
 };
@@ -80,7 +79,7 @@ struct LogTurn {
 // Why a sync log has stopped, and whether that was for one of these reasons.
 struct LogStop {
     std::string why;        // "": it has not
-    LogTurn::Kind turn = LogTurn::stop;  // over: it came too late: all others have ended
+    LogTurn::Kind turn = LogTurn::stop;  // over: all others have ended; lost: the store has lost the run
     bool diverged = false;  // nobody knows whose global parameters are right, or this worker's are wrong
     bool replaced = false;  // by a later start of this worker
     std::string theirs;     // the run's options, if this worker has others

@@ -117,14 +117,15 @@ def test_a_store_that_cannot_be_reached_may_be_there_later(train):
 def test_a_run_with_a_checkpoint_waits_for_its_store(tokens, tmp_path, signaled):
     folder = tmp_path / "run"
     folder.mkdir()
-    (folder / "DONE_00000001").touch()
+    (folder / "state_00000001_00000.bin").touch()
     options = {**WORKERS, "--worker": 0, "--store": "redis://127.0.0.1:1", "--timeout": 60 if signaled else 2, "-y": 1}
     process = subprocess.Popen(command(tokens, folder, options), stderr=subprocess.PIPE, text=True)
     line = process.stderr.readline()
     assert line.startswith("waiting for the store (0 of ") and "cannot reach the store at 127.0.0.1:1" in line, line
     if signaled:
         process.send_signal(signal.SIGTERM)
-    rest = process.communicate(timeout=60)[1]
+    rest = process.stderr.read()
+    process.wait(60)
     assert process.returncode == (143 if signaled else 75), rest
     assert signaled or rest.startswith("error: cannot reach the store at 127.0.0.1:1"), rest
 
