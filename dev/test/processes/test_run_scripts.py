@@ -593,6 +593,7 @@ def test_a_job_killed_between_checkpoints_and_requeued_ends_with_the_same_bits(
     environment = slurm_environment(cluster, tokens, folder, PROGRAM=deaf)
     job = submit(MULTI_NODE / "run_slurm.sbatch", environment, log, REQUEUED)
     wait_for_steps(folder, 200, log)
+    assert wait_until(lambda: (folder / "DONE_00000150").exists()), log.read_text()  # a slow disk may be behind
     cluster.query("scontrol", "requeue", job)
     for pid in processes_of(folder):  # without the wait
         with contextlib.suppress(ProcessLookupError):
