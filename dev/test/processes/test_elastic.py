@@ -849,7 +849,7 @@ def test_a_server_that_comes_back_empty_ends_the_run_and_no_step_is_lost(workers
         assert len(errors) == 1 and "the store has lost the run" in errors[0], worker.output()
     steps = [worker.step() for worker in run.all]
     for worker in run.all:  # if one was ahead, the new log begins with what it has, and without it something else is
-        worker.start(True, **{"--grace": HANG})  # decided: all are waited for
+        worker.start(True, **{"--grace": 5})  # decided: all are waited for
     run.wait_until_counted(0)
     run.stop_well()
     assert [worker.lines("resume")[0]["step"] for worker in run.all] == steps
