@@ -5,7 +5,7 @@
 //
 // The requests of one call travel in parallel over a few persistent connections. A request is retried, with
 // growing pauses, after a lost connection or a transient answer (409, 429, 5xx, RequestTimeout, a proxy's
-// 404); other errors are final.
+// 404); other errors are final. Keys that are refused are read again: temporary ones are replaced in mid-run.
 #pragma once
 #include <curl/curl.h>
 #include <expat.h>
@@ -90,10 +90,10 @@ inline std::string text_in_xml(const std::string& document, const std::string& p
     return "";
 } catch (const RunError&) { return ""; }
 
-inline void sign_by(CURL* easy, const S3Settings& settings) {
-    curl_easy_setopt(easy, CURLOPT_AWS_SIGV4, ("aws:amz:" + settings.region + ":s3").c_str());
-    curl_easy_setopt(easy, CURLOPT_USERNAME, settings.key.c_str());
-    curl_easy_setopt(easy, CURLOPT_PASSWORD, settings.secret.c_str());
+// Whether this is what a store answers to keys that are wrong or no longer valid.
+inline bool are_keys_refused(const std::string& code) {
+    return code == "ExpiredToken" || code == "InvalidToken" || code == "InvalidTokenId" ||
+           code == "InvalidAccessKeyId" || code == "SignatureDoesNotMatch";
 }
 
 class S3Client {
@@ -122,6 +122,7 @@ public:
         }
         ask_all({{"GET", "", list_query(".check")}, {"GET", ".absent"}});
         patience = std::min(silence, 5.0);  // from now on: its user asks again
+        is_served = true;
     }
 
     S3Answer ask(const S3Request& request) { return std::move(ask_all({request}).front()); }
@@ -184,6 +185,7 @@ private:
 
     struct Transfer {
         const S3Request* request = nullptr;
+        S3Keys keys;  // that it is signed by
         S3Answer answer;
         std::unique_ptr<CURL, FreeEasy> easy;  // while it is under way
         std::unique_ptr<curl_slist, FreeList> headers;
@@ -227,7 +229,10 @@ private:
         if (!settings.authority.empty()) {
             curl_easy_setopt(easy, CURLOPT_CAINFO, settings.authority.c_str());
         }
-        sign_by(easy, settings);
+        const S3Keys& keys = transfer.keys = settings.keys;
+        curl_easy_setopt(easy, CURLOPT_AWS_SIGV4, ("aws:amz:" + settings.region + ":s3").c_str());
+        curl_easy_setopt(easy, CURLOPT_USERNAME, keys.id.c_str());
+        curl_easy_setopt(easy, CURLOPT_PASSWORD, keys.secret.c_str());
         add_header(transfer, "X-Amz-Content-Sha256: UNSIGNED-PAYLOAD");  // payloads have digests
         if (request.body) {
             curl_easy_setopt(easy, CURLOPT_POSTFIELDSIZE_LARGE, curl_off_t(request.body->size()));
@@ -236,7 +241,7 @@ private:
             curl_easy_setopt(easy, CURLOPT_EXPECT_100_TIMEOUT_MS, 1L);  // barely waits for "100 Continue"
         }
         if (request.if_absent) { add_header(transfer, "If-None-Match: *"); }
-        if (!settings.token.empty()) { add_header(transfer, "X-Amz-Security-Token: " + settings.token); }
+        if (!keys.token.empty()) { add_header(transfer, "X-Amz-Security-Token: " + keys.token); }
         curl_easy_setopt(easy, CURLOPT_HTTPHEADER, transfer.headers.get());
         curl_easy_setopt(easy, CURLOPT_WRITEFUNCTION, take_body);
         curl_easy_setopt(easy, CURLOPT_WRITEDATA, &transfer);
@@ -297,7 +302,8 @@ private:
         const bool is_absent = answer.status == 404 && code == "NoSuchKey" && !transfer.request->body;
         const bool is_answer = answer.status == 200 || answer.status == 204 || answer.is_taken() || is_absent;
         if (result == CURLE_OK && is_answer) { return transfer.is_done = true; }
-        if (result == CURLE_OK) { refuse_if_final(answer, code); }
+        const bool may_renew = are_keys_refused(code) && (has_new_keys(transfer.keys) || is_served);
+        if (result == CURLE_OK && !may_renew) { refuse_if_final(answer, code); }
         if (result == CURLE_PEER_FAILED_VERIFICATION || result == CURLE_SSL_CACERT_BADFILE) {
             throw S3Refused("the certificate of " + settings.endpoint + " is not to be trusted (" + lost +
                             "): name the file of the authority that signed it in DILOCO_CA");
@@ -309,6 +315,14 @@ private:
         }
         transfer.start_at = now + std::min(2.0, 0.05 * double(1 << std::min(transfer.failures, 6)));
         return false;
+    }
+
+    // Reads the keys again. Whether they are not those that the store has refused: temporary keys are
+    // replaced while a run goes on.
+    bool has_new_keys(const S3Keys& refused) {
+        const S3Keys found = s3_keys(s3_profile());
+        if (!found.id.empty() && !found.secret.empty()) { settings.keys = found; }
+        return settings.keys != refused;
     }
 
     // Throws S3Refused or S3Full, unless the request may succeed another time.
@@ -348,7 +362,9 @@ private:
     [[noreturn]] void give_up(bool answers, long status, const std::string& code,
                               const std::string& lost) const {
         if (answers) {
-            const char* advice = status == 404 ? "correct AWS_ENDPOINT_URL, or try" : "try";
+            const char* advice = status == 404            ? "correct AWS_ENDPOINT_URL, or try"
+                                 : are_keys_refused(code) ? "renew the keys, or try"
+                                                          : "try";
             throw S3Silent(where() + format(" has answered for %.3g s with %ld %s: %s again later", patience,
                                             status, code.c_str(), advice));
         }
@@ -367,8 +383,9 @@ private:
     static constexpr long most_connections = 8;
     static constexpr curl_off_t most_bytes = curl_off_t(1) << 32;  // of a value
 
-    const S3Settings settings;
+    S3Settings settings;
     const double silence;
+    bool is_served = false;  // check() has passed
     double patience;  // seconds for which a request that fails is repeated
     std::unique_ptr<CURLM, FreeMulti> multi;
     std::string address;

@@ -18,13 +18,22 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <tuple>
 
 #include "llmc/error.h"
+
+struct S3Keys {
+    std::string id, secret, token;  // token: that of a session, or empty
+    bool operator!=(const S3Keys& other) const {
+        return std::tie(id, secret, token) != std::tie(other.id, other.secret, other.token);
+    }
+};
 
 struct S3Settings {
     std::string url, bucket, prefix;  // prefix: empty, or with a '/' at its end
     std::string endpoint, base;       // base: what the key's path is added to
-    std::string region, key, secret, token, authority;
+    std::string region, authority;
+    S3Keys keys;
 };
 
 // Every byte but letters, digits and "-._~" becomes %XX; a '/' stays in a path.
@@ -79,6 +88,10 @@ inline S3Profile s3_profile() {
     read_profile(path("AWS_SHARED_CREDENTIALS_FILE", "credentials"), name, profile);
     read_profile(path("AWS_CONFIG_FILE", "config"), name == "default" ? name : "profile " + name, profile);
     return profile;
+}
+
+inline S3Keys s3_keys(S3Profile profile) {
+    return {profile["aws_access_key_id"], profile["aws_secret_access_key"], profile["aws_session_token"]};
 }
 
 // Whether all addresses of a host are of this machine or a private network. TemporaryFailure if it has none.
@@ -139,10 +152,8 @@ inline S3Settings s3_settings(const std::string& url) {
     s.url = "s3://" + s.bucket + (s.prefix.empty() ? "" : "/" + s.prefix);
     if (!s.prefix.empty()) { s.prefix += '/'; }
     S3Profile profile = s3_profile();
-    s.key = profile["aws_access_key_id"];
-    s.secret = profile["aws_secret_access_key"];
-    s.token = profile["aws_session_token"];
-    if (s.key.empty() || s.secret.empty()) {
+    s.keys = s3_keys(profile);
+    if (s.keys.id.empty() || s.keys.secret.empty()) {
         throw UserError("there are no keys for " + s.url +
                         ": set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
                         "or write them to ~/.aws/credentials and name their profile in AWS_PROFILE");

@@ -25,6 +25,7 @@ from redis_server import NOT_LONGER_THAN_ITS_PARENT, free_port
 
 ROOT = Path(__file__).resolve().parents[3]
 KEY, SECRET, REGION, BUCKET, PREFIX = "worker", "s3cret/+key", "us-east-1", "runs", "of us"
+OTHER_KEY, OTHER_SECRET = "renewed", "other/+s3cret"  # of the same worker
 PASSWORD = SECRET
 UNRESERVED = "-._~"
 
@@ -101,7 +102,8 @@ class S3Server:
         (self.folder / "data").mkdir(exist_ok=True)
         config = self.folder / "s3.json"
         config.write_text(json.dumps({"identities": [{
-            "name": "worker", "credentials": [{"accessKey": KEY, "secretKey": SECRET}],
+            "name": "worker", "credentials": [{"accessKey": KEY, "secretKey": SECRET},
+                                              {"accessKey": OTHER_KEY, "secretKey": OTHER_SECRET}],
             "actions": ["Admin", "Read", "Write", "List"]}]}))
         words = [program(), "server", f"-ip={self.address}", f"-dir={self.folder / 'data'}", "-filer=true", "-s3",
                  f"-s3.config={config}", "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.electionTimeout=1s",

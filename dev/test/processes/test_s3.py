@@ -14,7 +14,7 @@ import urllib.parse
 
 import pytest
 
-from conftest import command
+from conftest import ROOT, command
 from test_elastic import LOCK_STEP, assert_bits_of_tcp
 
 import s3_server  # noqa: E402
@@ -255,13 +255,14 @@ def passed_on(server, handler, body):
     return result
 
 
-def run_of_two(tokens, tmp_path, server, port, name, **more):
-    """A short run over a front. What it asks is signed."""
+def run_of_two(tokens, tmp_path, server, port, name, variables=None, **more):
+    """What a short run over a front prints."""
     words = command(tokens, tmp_path / name, {**ELASTIC, "--worker": None, "--store": server.url(), "--timeout": 60,
                                               "--run-name": name, "--grace": 60, "-n": 20, **more})
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=tmp_path,
-                          env={**os.environ, **server.environment(port)})
+                          env={**os.environ, **server.environment(port), **(variables or {})})
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
 
 
 def test_requests_are_signed_as_aws_documents_and_botocore_sign_them(tokens, tmp_path, server, front):
@@ -287,6 +288,57 @@ def test_requests_are_signed_as_aws_documents_and_botocore_sign_them(tokens, tmp
         request.context["timestamp"] = lower["x-amz-date"]
         canonical_request = signer.canonical_request(request)
         assert signer.signature(signer.string_to_sign(request, canonical_request), request) == signature_in(lower)
+
+
+@pytest.mark.parametrize("late", [0, 8])
+def test_keys_that_expire_in_mid_run_are_replaced(tokens, tmp_path, server, front, late):
+    """The file has new ones as soon as the store refuses the old ones, or seconds later: then workers wait."""
+    file, lock, first_refusal = tmp_path / "credentials", threading.Lock(), []
+
+    def write_keys(key, secret):
+        file.with_suffix(".new").write_text(f"[default]\naws_access_key_id={key}\naws_secret_access_key={secret}\n")
+        file.with_suffix(".new").rename(file)
+
+    def answer(handler, body):
+        is_old = f"Credential={s3_server.KEY}/" in handler.headers["Authorization"]
+        with lock:
+            has_expired = len(one.asked) > 60
+            if is_old and has_expired and not first_refusal:
+                first_refusal.append(time.monotonic())
+                threading.Timer(late, write_keys, (s3_server.OTHER_KEY, s3_server.OTHER_SECRET)).start()
+        if is_old and has_expired:
+            return error(400, "ExpiredToken")(handler, body)
+        if not is_old and late:
+            assert time.monotonic() - first_refusal[0] >= late
+        return says(handler, *passed_on(server, handler, body))
+
+    one = front(answer)
+    write_keys(s3_server.KEY, s3_server.SECRET)
+    said = run_of_two(tokens, tmp_path, server, one.port, f"renewed {late}",
+                      {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": "", "AWS_SHARED_CREDENTIALS_FILE": str(file)},
+                      **{"-x": 200})
+    by_new_keys = [request for request in one.asked if s3_server.OTHER_KEY in dict(request[2])["Authorization"]]
+    assert first_refusal and len(by_new_keys) > 60
+    assert ("400 ExpiredToken: renew the keys, or try again later" in said) == (late > 0), said
+
+
+def test_the_script_writes_the_keys_that_aws_has(tmp_path):
+    script, aws, file = ROOT / "scripts/multi_node/s3_keys.sh", tmp_path / "aws", tmp_path / "keys"
+    aws.write_text('#!/bin/sh\n[ "$*" = "configure export-credentials --format env-no-export" ] || exit 3\n'
+                   "printf 'AWS_ACCESS_KEY_ID=AKIA\\nAWS_SECRET_ACCESS_KEY=a/B+c=\\nAWS_SESSION_TOKEN=Tok/en==\\n'\n"
+                   "printf 'AWS_CREDENTIAL_EXPIRATION=2026-11-28T20:00:00+00:00\\n'\n")
+    aws.chmod(0o755)
+    variables = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "AWS_PROFILE": "site b"}
+    subprocess.run([script, file, "0"], env=variables, check=True, timeout=30)
+    assert file.read_text() == ("[site b]\naws_access_key_id=AKIA\naws_secret_access_key=a/B+c=\n"
+                                "aws_session_token=Tok/en==\naws_credential_expiration=2026-11-28T20:00:00+00:00\n")
+    assert file.stat().st_mode & 0o077 == 0
+    aws.write_text("#!/bin/sh\nexit 255\n")
+    assert subprocess.run([script, file, "0"], env=variables, timeout=30).returncode == 1 and "AKIA" in file.read_text()
+    process = subprocess.Popen([script, file, "1"], env=variables, stderr=subprocess.PIPE, text=True)
+    assert "no keys from aws" in process.stderr.readline()
+    process.terminate()
+    process.communicate(timeout=30)
 
 
 def test_lines_lose_their_payloads_at_the_same_time(tokens, tmp_path, server, front):

@@ -105,7 +105,7 @@ COMMANDS = {
             environment=MEET),
     r"(\./train_gpt_cpu --config .*) -o (\w+) (.*transport store.*)--worker (\d)(.*)":
         Try(r"\1 -o \2.\4 \3--worker 0\5", beside=r"\1 -o \2.\4 \3--worker 1\5", environment=MEET),
-    r"export DILOCO_STORE=(redis|s3)://.*": Try(),
+    r"export (DILOCO_STORE=(redis|s3)://|AWS_SHARED_CREDENTIALS_FILE=).*": Try(),
     r"\.venv/bin/python dev/tools/simulate.py .*|dev/tools/predict.py .*": Try(),
     r"\.venv/bin/python dev/tools/export_hf.py .* hf .*": Try(r"rm -rf hf && \g<0>"),
     r"\.venv/bin/python dev/tools/import_hf.py hf model.bin":
@@ -124,6 +124,7 @@ COMMANDS = {
     r".*data/(fineweb|hellaswag|tinystories|tinyshakespeare).py.*": Covered("test_corpora.py"),
     r".*scripts/(run_gpt\w+|multi_node/run_\w+)\.(sh|sbatch).*": Covered("test_run_scripts.py"),
     r".*scripts/multi_node/redis_server.sh.*": Covered("test_run_scripts.py"),
+    r"scripts/multi_node/s3_keys.sh .*": Covered("test_s3.py"),
     r"cd /etc/wireguard.*|scp -p ~/.diloco-password.*": Needs("a second site"),
     r"(?:sudo )?\.venv/bin/python dev/wan/probe.py .*": Covered("test_wan.py"),
     r"scripts/fetch_offline_deps.sh DIR|bash scripts/setup.sh --offline DIR.*": Covered("test_build.py"),
