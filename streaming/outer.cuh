@@ -2,8 +2,6 @@
 // the model computes with, in one pass. The equations and the arithmetic of a value are in outer.h, whose CPU
 // version gives the same bits.
 #pragma once
-#include <stdexcept>
-
 #include "llmc/cuda/device.cuh"
 #include "streaming/outer.h"
 
@@ -44,11 +42,8 @@ __global__ void outer_step_kernel(float* global, float* momentum, float* local, 
 // all: (n), n a multiple of 4, 16-byte aligned (params: 4 parameters)
 inline void outer_step(float* global, float* momentum, float* local, floatX* params, const float* mean,
                        long n, OuterStep step, Stream& stream) {
-    require_aligned("an array of outer_step", {global, momentum, local, mean});
-    require_aligned("the array of parameters of outer_step", {params}, sizeof(Pack<floatX, 4>));
-    if (n < 0 || n % 4 != 0) {
-        throw std::invalid_argument(format("an outer step of %ld values, not a multiple of 4", n));
-    }
+    require(n >= 0 && n % 4 == 0 && are_aligned({global, momentum, local, mean}));
+    require(are_aligned({params}, 4 * sizeof(floatX)));
     if (n == 0) { return; }
     launch(outer_step_kernel, Grid{blocks_for(n / 4, outer_step_threads), outer_step_threads, 0, stream},
            global, momentum, local, params, mean, n, step);

@@ -2,8 +2,6 @@
 //
 // Launchers marked with * go through enqueue(), and so work on hosted streams, too.
 #pragma once
-#include <stdexcept>
-
 #include "llmc/cuda/device.cuh"
 #include "streaming/payload.h"
 
@@ -67,16 +65,11 @@ __global__ void write_header_kernel(PayloadHeader* out, PayloadHeader header) { 
 
 // ---- launchers
 
-inline void require_blocks_of_128(const char* what, long values) {
-    if (values < 0 || values % quantization_block != 0) {
-        throw std::invalid_argument(
-            format("%s is %ld values, not a multiple of %ld", what, values, quantization_block));
-    }
-}
+inline bool is_whole_blocks(long values) { return values >= 0 && values % quantization_block == 0; }
 
 // Writes the header of a payload. It is an argument of the launch, so no host memory has to stay alive.
 inline void write_header(uint8_t* payload, const PayloadHeader& header, Stream& stream) {
-    require_aligned("the payload", {payload});
+    require(are_aligned({payload}));
     launch(write_header_kernel, Grid{1, 1, 0, stream}, &header_of(payload), header);
 }
 
@@ -84,9 +77,7 @@ inline void write_header(uint8_t* payload, const PayloadHeader& header, Stream& 
 // averaged, which lie `stride` bytes apart.
 inline void write_mean_headers(uint8_t* out, const PayloadHeader& header, const uint8_t* payloads,
                                size_t stride, int count, Stream& stream) {
-    require_aligned("the payload", {out});
-    require_aligned("the first payload", {payloads});
-    require_aligned("the second payload", {payloads + stride});
+    require(are_aligned({out, payloads, payloads + stride}));
     stream.enqueue([=](cudaStream_t on) {
         launch(write_mean_headers_kernel, Grid{1, 128, 0, on}, out, header, payloads, stride, count);
     });
@@ -104,8 +95,7 @@ inline void clear_padding(uint8_t* payload, const PayloadLayout& layout, Stream&
 // * weights[w] = token_weight() of the worker whose payload is number w.   weights: (workers)
 inline void token_weights(float* weights, const uint8_t* payloads, size_t stride, int workers,
                           Stream& stream) {
-    require_aligned("the first payload", {payloads});
-    require_aligned("the second payload", {payloads + stride});
+    require(are_aligned({payloads, payloads + stride}));
     stream.enqueue([=](cudaStream_t on) {
         launch(token_weights_kernel, Grid{1, 32, 0, on}, weights, payloads, stride, workers);
     });
@@ -114,9 +104,7 @@ inline void token_weights(float* weights, const uint8_t* payloads, size_t stride
 // Adds the hash of values [first, first + count) of a fragment to the payload's header.
 // values: (count), 16-byte aligned   count: a multiple of 128
 inline void add_hash(uint8_t* payload, long first, const float* values, long count, Stream& stream) {
-    require_aligned("the payload", {payload});
-    require_aligned("the array to hash", {values});
-    require_blocks_of_128("the array to hash", count);
+    require(is_whole_blocks(count) && are_aligned({payload, values}));
     if (count == 0) { return; }
     launch(add_hash_kernel, Grid{blocks_for(count, hash_values), hash_threads, 0, stream},
            &header_of(payload), first, values, count);

@@ -8,7 +8,6 @@
 //
 // Launchers marked with * go through enqueue(), and so work on hosted streams, too.
 #pragma once
-#include <stdexcept>
 #include <type_traits>
 
 #include "llmc/cuda/device.cuh"
@@ -176,16 +175,9 @@ __global__ void __launch_bounds__(quantize_threads)
 // rounding.first: a multiple of 4 if it is stochastic
 inline void quantize(uint8_t* payload, const PayloadLayout& layout, const Rounding& rounding, long first,
                      const Source& source, long count, Stream& stream) {
-    require_aligned("the payload", {payload});
-    require_aligned("the array to quantize", {source.values});
-    require_aligned("the array to subtract", {source.minus});
-    require_aligned("the array of residuals", {source.residual});
-    require_blocks_of_128("the fragment", layout.values);
-    require_blocks_of_128("what lies before the range to quantize", first);
-    require_blocks_of_128("the range to quantize", count);
-    if (rounding.stochastic && rounding.first % 4 != 0) {
-        throw std::invalid_argument("the range to round stochastically does not begin at a multiple of 4");
-    }
+    require(is_whole_blocks(layout.values) && is_whole_blocks(first) && is_whole_blocks(count));
+    require(are_aligned({payload, source.values, source.minus, source.residual}));
+    require(!rounding.stochastic || rounding.first % 4 == 0);
     if (count == 0) { return; }
     stream.enqueue([=](cudaStream_t on) {
         with_format(layout.format, [&](auto f) {
@@ -202,10 +194,7 @@ inline void quantize(uint8_t* payload, const PayloadLayout& layout, const Roundi
 // payloads: 16-byte aligned, `stride` bytes apart, a multiple of 16   weights: (workers), or null
 inline void dequantize_mean(float* mean, const uint8_t* payloads, size_t stride, int workers,
                             const PayloadLayout& layout, const float* weights, Stream& stream) {
-    require_aligned("the mean", {mean});
-    require_aligned("the first payload", {payloads});
-    require_aligned("the second payload", {payloads + stride});
-    require_blocks_of_128("the fragment", layout.values);
+    require(is_whole_blocks(layout.values) && are_aligned({mean, payloads, payloads + stride}));
     if (layout.values == 0) { return; }
     stream.enqueue([=](cudaStream_t on) {
         with_format(layout.format, [&](auto f) {

@@ -108,14 +108,8 @@ __global__ void __launch_bounds__(statistics_threads)
 // mean: (layout.values), 16-byte aligned; may be null for at most most_pairwise workers
 inline void sum_rows(double* out, double* partial, const uint8_t* payloads, size_t stride, int workers,
                      const PayloadLayout& layout, const float* mean, Stream& stream) {
-    require_aligned("the first payload", {payloads});
-    require_aligned("the second payload", {payloads + stride});
-    require_aligned("the mean", {mean});
-    require_blocks_of_128("the fragment", layout.values);
-    if (has_mean_row(workers) && mean == nullptr) {
-        throw std::invalid_argument(
-            format("%d workers are compared with the mean, and there is none", workers));
-    }
+    require(is_whole_blocks(layout.values) && are_aligned({payloads, payloads + stride, mean}));
+    require(mean || !has_mean_row(workers));
     stream.enqueue([=](cudaStream_t on) {
         const unsigned chunks = unsigned(chunks_of(layout.values)), sums = unsigned(row_sums(workers));
         with_format(layout.format, [&](auto f) {
@@ -130,10 +124,8 @@ inline void sum_rows(double* out, double* partial, const uint8_t* payloads, size
 // out: (encoding_sums)   partial: (partial_sums(1)), workspace   source: as quantize() has left it
 inline void sum_encoding(double* out, double* partial, const uint8_t* payload, const PayloadLayout& layout,
                          long first, const Source& source, long count, Stream& stream) {
-    require_aligned("the payload", {payload});
-    require_aligned("the array that was quantized", {source.values, source.minus, source.residual});
-    require_blocks_of_128("what lies before the range", first);
-    require_blocks_of_128("the range", count);
+    require(is_whole_blocks(first) && is_whole_blocks(count));
+    require(are_aligned({payload, source.values, source.minus, source.residual}));
     if (count == 0) { return; }
     stream.enqueue([=](cudaStream_t on) {
         const unsigned chunks = unsigned(chunks_of(count));

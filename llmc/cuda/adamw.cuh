@@ -49,12 +49,8 @@ __global__ void __launch_bounds__(256)
 inline void adamw_update(floatX* params, float* master, float* m, float* v, const float* grad, long count,
                          long decayed, const AdamW& step, const float* grad_scale,
                          const StochasticRounding& rounding, Stream& stream) {
-    if (count % 4 != 0) { throw std::invalid_argument("adamw_update: count is not a multiple of 4"); }
-    if (rounding.first % 4 != 0) {
-        throw std::invalid_argument("adamw_update: rounding.first is not a multiple of 4");
-    }
-    require_aligned("an array of adamw_update", {master, m, v, grad});
-    require_aligned("the array of parameters of adamw_update", {params}, sizeof(Pack<floatX, 4>));
+    require(count % 4 == 0 && rounding.first % 4 == 0);
+    require(are_aligned({master, m, v, grad}) && are_aligned({params}, 4 * sizeof(floatX)));
     if (count == 0) { return; }
     launch(adamw_update_kernel, Grid{blocks_for(count / 4, 256), 256, 0, stream}, params, master, m, v, grad,
            count, decayed, step, grad_scale, rounding);

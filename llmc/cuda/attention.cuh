@@ -606,9 +606,9 @@ void backward(bf16* dqkv, float* dqkvb, const bf16* dout, const bf16* out, const
 // out and qkv are 16-byte aligned.
 inline void attention_forward(__nv_bfloat16* out, float* lse, const __nv_bfloat16* qkv, int B, int T, int C,
                               int NH, Stream& stream, bool = true) {
-    const int hs = attention_head_size(B, T, C, NH);
-    require_aligned("an array of attention_forward", {out, qkv});
-    (hs == 64 ? attention::forward<64> : attention::forward<128>)(out, lse, qkv, B, T, C, stream);
+    require(B > 0 && T > 0 && NH > 0 && (C == 64 * NH || C == 128 * NH) && are_aligned({out, qkv}));
+    const auto compute = C == 64 * NH ? attention::forward<64> : attention::forward<128>;
+    compute(out, lse, qkv, B, T, C, stream);
 }
 
 // Overwrites dqkv, and with the next sums.add_pending() adds to dqkvb, or overwrites it unless sums.adds.
@@ -617,10 +617,10 @@ inline void attention_forward(__nv_bfloat16* out, float* lse, const __nv_bfloat1
 inline void attention_backward(__nv_bfloat16* dqkv, float* dqkvb, const __nv_bfloat16* dout,
                                const __nv_bfloat16* out, const __nv_bfloat16* qkv, const float* lse, int B,
                                int T, int C, int NH, GradientSums& sums, Stream& stream, bool = true) {
-    const int hs = attention_head_size(B, T, C, NH);
-    require_aligned("an array of attention_backward", {dqkv, dout, out, qkv});
-    (hs == 64 ? attention::backward<64> : attention::backward<128>)(dqkv, dqkvb, dout, out, qkv, lse, B, T, C,
-                                                                    sums, stream);
+    require(B > 0 && T > 0 && NH > 0 && (C == 64 * NH || C == 128 * NH));
+    require(are_aligned({dqkv, dout, out, qkv}));
+    const auto compute = C == 64 * NH ? attention::backward<64> : attention::backward<128>;
+    compute(dqkv, dqkvb, dout, out, qkv, lse, B, T, C, sums, stream);
 }
 
 }  // namespace cuda

@@ -4,27 +4,12 @@
 // rows y and y + 16 of every product, with columns x and x + 16 of scores, and with four columns out of each
 // 64 of a matrix (rows, hs). Flops per sequence: 2 T^2 C forward, 7 T^2 C backward, as in attention.cuh.
 #pragma once
-#include <stdexcept>
-
 #include "llmc/arithmetic.h"
 #include "llmc/cuda/gradient_sums.cuh"
 #include "llmc/cuda/memory.cuh"
 #include "llmc/stream.h"
 
 namespace cuda {
-
-// Throws where the kernels cannot compute attention of this shape.
-inline int attention_head_size(int B, int T, int C, int NH) {
-    if (B < 1 || T < 1 || C < 1 || NH < 1) {
-        throw std::invalid_argument(
-            format("attention: B %d, T %d, C %d, NH %d: all must be positive", B, T, C, NH));
-    }
-    if (C != 64 * NH && C != 128 * NH) {
-        throw std::invalid_argument(
-            format("attention: %d channels in %d heads: a head must have 64 or 128 channels", C, NH));
-    }
-    return C / NH;
-}
 
 namespace attention_fp32 {
 
@@ -319,9 +304,9 @@ void backward(float* dqkv, const float* dout, const float* out, const float* qkv
 // out and qkv are 16-byte aligned.
 inline void attention_forward(float* out, float* lse, const float* qkv, int B, int T, int C, int NH,
                               Stream& stream, bool = false) {
-    const int hs = attention_head_size(B, T, C, NH);
-    require_aligned("an array of attention_forward", {out, qkv});
-    (hs == 64 ? attention_fp32::forward<64> : attention_fp32::forward<128>)(out, lse, qkv, B, T, C, stream);
+    require(B > 0 && T > 0 && NH > 0 && (C == 64 * NH || C == 128 * NH) && are_aligned({out, qkv}));
+    const auto compute = C == 64 * NH ? attention_fp32::forward<64> : attention_fp32::forward<128>;
+    compute(out, lse, qkv, B, T, C, stream);
 }
 
 // Overwrites dqkv, and with the next sums.add_pending() adds to dqkvb, or overwrites it unless sums.adds.
@@ -330,10 +315,10 @@ inline void attention_forward(float* out, float* lse, const float* qkv, int B, i
 inline void attention_backward(float* dqkv, float* dqkvb, const float* dout, const float* out,
                                const float* qkv, const float* lse, int B, int T, int C, int NH,
                                GradientSums& sums, Stream& stream, bool = false) {
-    const int hs = attention_head_size(B, T, C, NH);
-    require_aligned("an array of attention_backward", {dqkv, dout, out, qkv});
-    (hs == 64 ? attention_fp32::backward<64> : attention_fp32::backward<128>)(dqkv, dout, out, qkv, lse, B, T,
-                                                                              C, stream);
+    require(B > 0 && T > 0 && NH > 0 && (C == 64 * NH || C == 128 * NH));
+    require(are_aligned({dqkv, dout, out, qkv}));
+    const auto compute = C == 64 * NH ? attention_fp32::backward<64> : attention_fp32::backward<128>;
+    compute(dqkv, dout, out, qkv, lse, B, T, C, stream);
     sums.add_later(dqkvb, dqkv, long(B) * T, 3 * C, 3 * C);
 }
 

@@ -103,8 +103,7 @@ __global__ void __launch_bounds__(1024)
 // losses: (N), the cross entropy   targets: (N) in [0, V)   dloss: the gradient of each row's loss
 inline void fused_classifier(floatX* logits, float* losses, float dloss, const int* targets, int N, int V,
                              int Vp, bool write_dlogits, Stream& stream) {
-    if (Vp % 8 != 0) { throw std::invalid_argument("fused_classifier: Vp is not a multiple of 8"); }
-    require_aligned("an array of fused_classifier", {logits});
+    require(Vp % 8 == 0 && are_aligned({logits}));
     if (N == 0) { return; }
     // As many threads as a row has packs, in whole warps. Blocks are large, so that few rows are in flight.
     const int warps = std::min((Vp / Pack<floatX>::size + 31) / 32, 32);

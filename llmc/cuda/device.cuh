@@ -92,13 +92,19 @@ void launch(void (*kernel)(P...), const Grid& grid, typename Parameter<P>::type.
 // Blocks of `threads` threads for `count` threads' work.
 inline unsigned blocks_for(long count, long threads) { return unsigned((count + threads - 1) / threads); }
 
-// Checks the alignment of an array that kernels move in units of that many bytes.
-inline void require_aligned(const char* what, std::initializer_list<const void*> arrays, size_t bytes = 16) {
+// Throws where a launcher's condition does not hold: its kernel would fail, or compute wrong numbers.
+inline void require(bool condition, Site site = Site::here()) {
+    if (condition) { return; }
+    throw std::invalid_argument(
+        format("%s:%d: a kernel does not take these sizes or arrays", site.file, site.line));
+}
+
+// Whether kernels can move arrays in units of that many bytes.
+inline bool are_aligned(std::initializer_list<const void*> arrays, size_t bytes = 16) {
     for (const void* array : arrays) {
-        if (reinterpret_cast<uintptr_t>(array) % bytes != 0) {
-            throw std::invalid_argument(format("%s is not aligned to %zu bytes", what, bytes));
-        }
+        if (reinterpret_cast<uintptr_t>(array) % bytes != 0) { return false; }
     }
+    return true;
 }
 
 // ---- shared memory

@@ -6,7 +6,6 @@
 // a last kernel adds chunk by chunk. So a frequent token is as parallel as rare ones. C is a multiple of 8.
 #pragma once
 #include <algorithm>
-#include <stdexcept>
 
 #include "llmc/cuda/memory.cuh"
 #include "llmc/floatx.h"
@@ -201,17 +200,10 @@ __global__ void encoder_backward_partial_kernel(float* dwte, const float* partia
     add_four(dwte + size_t(token) * C + c, sum);
 }
 
-inline void check_encoder_channels(int C) {
-    if (C < 8 || C % 8 != 0) {
-        throw std::invalid_argument(format("an embedding on a GPU takes multiples of 8 channels, not %d", C));
-    }
-}
-
 // out: (B,T,C)   inp: (B,T) tokens   wte: (V,C)   wpe: (maxT,C)   All but inp are 16-byte aligned.
 inline void encoder_forward(floatX* out, const int* inp, const floatX* wte, const floatX* wpe, int B, int T,
                             int C, Stream& stream) {
-    check_encoder_channels(C);
-    require_aligned("an array of encoder_forward", {out, wte, wpe});
+    require(C > 0 && C % 8 == 0 && are_aligned({out, wte, wpe}));
     launch(encoder_forward_kernel,
            Grid{unsigned(B * T), std::min(256u, blocks_for(C / 8, 32) * 32), 0, stream}, out, inp, wte, wpe,
            T, C);
@@ -227,8 +219,7 @@ inline void sort_tokens(int2* pairs, int2* spare, const int* inp, int N, Stream&
 // dout: (B,T,C)   inp: (B,T)   All but inp are 16-byte aligned.
 inline void encoder_backward(float* dwte, float* dwpe, const floatX* dout, const int* inp, int B, int T,
                              int C, Stream& stream) {
-    check_encoder_channels(C);
-    require_aligned("an array of encoder_backward", {dwte, dwpe, dout});
+    require(C > 0 && C % 8 == 0 && are_aligned({dwte, dwpe, dout}));
     const int N = B * T, chunks = (N + chunk_pairs - 1) / chunk_pairs;
     const unsigned threads = std::min(256u, blocks_for(C / 4, 32) * 32);
     const unsigned slices = blocks_for(C / 4, threads);

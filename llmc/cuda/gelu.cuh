@@ -35,8 +35,7 @@ __global__ void __launch_bounds__(256) gelu_forward_kernel(floatX* out, const fl
 
 // out[i] = gelu(inp[i]).   out, inp: (n), n a multiple of 8, 16-byte aligned
 inline void gelu_forward(floatX* out, const floatX* inp, long n, Stream& stream) {
-    if (n % 8 != 0) { throw std::invalid_argument("gelu_forward: n is not a multiple of 8"); }
-    require_aligned("an array of gelu_forward", {out, inp});
+    require(n % 8 == 0 && are_aligned({out, inp}));
     if (n == 0) { return; }
     launch(gelu_forward_kernel, Grid{blocks_for(n / Pack<floatX>::size, 256), 256, 0, stream}, out, inp, n);
 }

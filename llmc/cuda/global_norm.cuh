@@ -39,8 +39,7 @@ __global__ void __launch_bounds__(norm_threads)
 // *out = sum of values[i]^2.   values: (count), float or bf16, count a multiple of 4, 16-byte aligned
 template <class T>
 void norm_squared_of(float* out, const T* values, long count, Stream& stream) {
-    if (count % 4 != 0) { throw std::invalid_argument("global_norm_squared: count is not a multiple of 4"); }
-    require_aligned("an array of global_norm_squared", {values});
+    require(count % 4 == 0 && are_aligned({values}));
     const unsigned chunks = blocks_for(std::max(count, 1L), int(norm_chunk));
     double* partial = stream.scratch<double>(chunks);
     launch(global_norm_partial_kernel<T>, Grid{chunks, norm_threads, 0, stream}, partial, values, count);

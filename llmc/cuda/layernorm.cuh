@@ -8,7 +8,6 @@
 // 8 and at most 8192.
 #pragma once
 #include <algorithm>
-#include <stdexcept>
 
 #include "llmc/cuda/gradient_sums.cuh"
 #include "llmc/cuda/memory.cuh"
@@ -147,13 +146,6 @@ __global__ void __launch_bounds__(threads)
     }
 }
 
-inline void check_layernorm_channels(int C) {
-    if (C < 8 || C > 8192 || C % 8 != 0) {
-        throw std::invalid_argument(
-            format("LayerNorm on a GPU takes multiples of 8 channels, at most 8192, not %d", C));
-    }
-}
-
 // Warps in a forward block: four, or fewer if 48 KiB of shared memory do not hold four rows.
 inline unsigned layernorm_warps(size_t bytes_of_warp) {
     return unsigned(std::clamp<size_t>(48 * 1024 / bytes_of_warp, 1, 4));
@@ -163,8 +155,7 @@ template <bool adds>
 void launch_layernorm(floatX* residual, floatX* out, float* mean, float* rstd, const floatX* inp1,
                       const floatX* inp2, const floatX* weight, const floatX* bias, int N, int C,
                       Stream& stream) {
-    check_layernorm_channels(C);
-    require_aligned("an array of LayerNorm's forward", {residual, out, inp1, inp2, weight, bias});
+    require(C > 0 && C <= 8192 && C % 8 == 0 && are_aligned({residual, out, inp1, inp2, weight, bias}));
     const size_t bytes = (adds ? 2 : 1) * size_t(C) * sizeof(floatX);
     const unsigned warps = layernorm_warps(bytes);
     launch(layernorm_forward_kernel<adds>, Grid{blocks_for(N, warps), warps * 32, warps * bytes, stream},
@@ -198,8 +189,7 @@ inline int layernorm_backward_blocks(int N, int C) {
 inline void layernorm_backward(floatX* dinp, float* dweight, float* dbias, float* dprojb, const floatX* dout,
                                const floatX* inp, const floatX* weight, const float* mean, const float* rstd,
                                int N, int C, GradientSums& sums, Stream& stream) {
-    check_layernorm_channels(C);
-    require_aligned("an array of layernorm_backward", {dinp, dout, inp, weight});
+    require(C > 0 && C <= 8192 && C % 8 == 0 && are_aligned({dinp, dout, inp, weight}));
     const int blocks = layernorm_backward_blocks(N, C);
     float* partial = sums.partial(blocks, 3 * C);
     const bool wide = C > 8 * 768;

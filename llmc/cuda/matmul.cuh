@@ -142,8 +142,7 @@ public:
     template <Kind kind>
     void multiply(Out<kind>* out, const floatX* a, const floatX* b, const floatX* bias, const floatX* aux,
                   int N, int C, int OC, Stream& stream, bool add = false) {
-        check_shape(N, C, OC);
-        require_aligned("an array of matmul", {out, a, b, bias, aux});
+        require(N > 0 && C > 0 && OC > 0 && C % 8 == 0 && OC % 8 == 0 && are_aligned({out, a, b, bias, aux}));
         const cublasLtEpilogue_t epilogue = epilogue_of(kind, bias, aux);
         const Key key{int(kind), N, C, OC, int(epilogue)};
         auto found = plans.find(key);
@@ -184,13 +183,6 @@ private:
         if (status == CUBLAS_STATUS_SUCCESS) { return; }
         throw std::runtime_error(format("cuBLASLt: %s: %s (with CUBLASLT_LOG_LEVEL=1 it says why)",
                                         what.c_str(), cublasLtGetStatusString(status)));
-    }
-
-    static void check_shape(int N, int C, int OC) {
-        if (N < 1 || C < 8 || OC < 8 || C % 8 != 0 || OC % 8 != 0) {
-            throw std::invalid_argument(
-                format("matmul of N %d, C %d, OC %d: C and OC must be multiples of 8", N, C, OC));
-        }
     }
 
     template <class T>

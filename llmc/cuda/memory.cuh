@@ -119,7 +119,7 @@ inline void set_zero(T* out, long n, Stream& stream) {
 // out[i] = inp[i], rounded to nearest.   out, inp: (n), float or bf16, 16-byte aligned
 template <class Out, class In>
 inline void cast(Out* out, const In* inp, long n, Stream& stream) {
-    require_aligned("an array of cast", {out, inp});
+    require(are_aligned({out, inp}));
     if (n == 0) { return; }
     launch(cast_kernel<Out, In>, Grid{blocks_for((n + 3) / 4, 256), 256, 0, stream}, out, inp, n);
 }

@@ -72,19 +72,13 @@ __global__ void __launch_bounds__(256)
 
 // ---- launchers
 
-inline void require_packs(const char* what, long count) {
-    if (count % 4 != 0) { throw std::invalid_argument(format("%s: count is not a multiple of 4", what)); }
-}
-
 // Adds grad * *grad_scale to the momentum m; direction = Nesterov's. If *grad_scale is not finite, m stays as
 // it is, and the direction is zero.
 // direction, m, grad: (count), count a multiple of 4, 16-byte aligned (direction: 4 values)
 // grad_scale: (1), the clip scale
 inline void muon_direction(floatX* direction, float* m, const float* grad, long count, const Muon& step,
                            const float* grad_scale, Stream& stream) {
-    require_packs("muon_direction", count);
-    require_aligned("an array of muon_direction", {m, grad});
-    require_aligned("the direction of muon_direction", {direction}, sizeof(Pack<floatX, 4>));
+    require(count % 4 == 0 && are_aligned({m, grad}) && are_aligned({direction}, 4 * sizeof(floatX)));
     if (count == 0) { return; }
     launch(muon_direction_kernel, Grid{blocks_for(count / 4, 256), 256, 0, stream}, direction, m, grad, count,
            step, grad_scale);
@@ -93,8 +87,7 @@ inline void muon_direction(floatX* direction, float* m, const float* grad, long 
 // out = inp / |inp|, the Frobenius norm.   out, inp: (count), count a multiple of 4, 16-byte aligned
 // norm_squared: (1), scratch
 inline void muon_normalize(floatX* out, float* norm_squared, const floatX* inp, long count, Stream& stream) {
-    require_packs("muon_normalize", count);
-    require_aligned("an array of muon_normalize", {out, inp});
+    require(count % 4 == 0 && are_aligned({out, inp}));
     norm_squared_of(norm_squared, inp, count, stream);
     launch(muon_normalize_kernel, Grid{blocks_for(count / 4, 256), 256, 0, stream}, out, inp, count,
            norm_squared);
@@ -104,8 +97,7 @@ inline void muon_normalize(floatX* out, float* norm_squared, const floatX* inp, 
 // aligned
 inline void newton_schulz_polynomial(floatX* out, const floatX* gram, const floatX* square, int side,
                                      float scale, Stream& stream) {
-    require_packs("newton_schulz_polynomial", side);
-    require_aligned("an array of newton_schulz_polynomial", {out, gram, square});
+    require(side % 4 == 0 && are_aligned({out, gram, square}));
     launch(newton_schulz_polynomial_kernel, Grid{blocks_for(long(side) * side / 4, 256), 256, 0, stream}, out,
            gram, square, side, scale);
 }
@@ -115,12 +107,8 @@ inline void newton_schulz_polynomial(floatX* out, const floatX* gram, const floa
 // grad_scale: (1), the clip scale   rounding: of params, its `first` a multiple of 4
 inline void muon_update(floatX* params, float* master, const floatX* direction, long count, const Muon& step,
                         const float* grad_scale, const StochasticRounding& rounding, Stream& stream) {
-    require_packs("muon_update", count);
-    if (rounding.first % 4 != 0) {
-        throw std::invalid_argument("muon_update: rounding.first is not a multiple of 4");
-    }
-    require_aligned("an array of muon_update", {master});
-    require_aligned("an array of floatX of muon_update", {params, direction}, sizeof(Pack<floatX, 4>));
+    require(count % 4 == 0 && rounding.first % 4 == 0);
+    require(are_aligned({master}) && are_aligned({params, direction}, 4 * sizeof(floatX)));
     if (count == 0) { return; }
     launch(muon_update_kernel, Grid{blocks_for(count / 4, 256), 256, 0, stream}, params, master, direction,
            count, step, grad_scale, rounding);

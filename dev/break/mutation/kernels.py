@@ -107,7 +107,7 @@ class KernelSource(Source):
         if self.text(token.statement) in ("static_assert", "using", "throw", "template", "SHARED"):
             return False
         callers = [self.text(opener - 1) for opener in self.enclosing(i)]
-        return not set(callers) & {"static_assert", "require_aligned", "invalid_argument", "runtime_error", "sizeof"}
+        return not set(callers) & {"static_assert", "require", "invalid_argument", "runtime_error", "sizeof"}
 
     # -- changes by token
 
@@ -164,6 +164,9 @@ class KernelSource(Source):
             self.add("wait", i, self.tokens[close].partner, "")
             return
         last = self.tokens[i + 1].partner
+        if word == "require":
+            for condition in self.argument_spans(i + 1, "&&"):
+                self.add("check", *condition, "true")
         if word in ("__syncthreads", "__syncwarp", "sync_threads"):
             self.add("barrier", i, last, "")
         elif word == "copy_async_commit":

@@ -167,10 +167,10 @@ class Source:
         """The texts between commas inside these brackets."""
         return [self.span(first, last) for first, last in self.argument_spans(opener)]
 
-    def argument_spans(self, opener):
+    def argument_spans(self, opener, separator=","):
         spans, first = [], opener + 1
         for j in range(opener + 1, self.tokens[opener].partner + 1):
-            if j == self.tokens[opener].partner or self.text(j) == "," and self.tokens[j].within == opener:
+            if j == self.tokens[opener].partner or self.text(j) == separator and self.tokens[j].within == opener:
                 if j > first:
                     spans.append((first, j - 1))
                 first = j + 1

@@ -147,15 +147,13 @@ TEST(Muon, RefusesWhatItCannotLoadInPacksOrDrawsNoBitsFor) {
     cuda::Stream stream;
     DeviceArray<floatX> x(Floats(64, 1.0f).size()), y(64);
     DeviceArray<float> a(Floats(64, 1.0f)), b(Floats(64, 1.0f)), scale(Floats{1.0f});
-    expect_refused("muon_direction: count is not a multiple of 4",
-                   [&] { cuda::muon_direction(x, a, b, 6, step, scale, stream); });
-    expect_refused("muon_normalize: count is not a multiple of 4",
-                   [&] { cuda::muon_normalize(x, scale, y, 6, stream); });
-    expect_refused("newton_schulz_polynomial: count is not a multiple of 4",
+    expect_refused("muon_direction: count", [&] { cuda::muon_direction(x, a, b, 6, step, scale, stream); });
+    expect_refused("muon_normalize: count", [&] { cuda::muon_normalize(x, scale, y, 6, stream); });
+    expect_refused("newton_schulz_polynomial: count",
                    [&] { cuda::newton_schulz_polynomial(x, y, y, 6, 1.0f, stream); });
-    expect_refused("muon_update: count is not a multiple of 4",
+    expect_refused("muon_update: count",
                    [&] { cuda::muon_update(x, a, y, 6, step, scale, {1, 1, 0}, stream); });
-    expect_refused("muon_update: rounding.first is not a multiple of 4",
+    expect_refused("muon_update: rounding.first",
                    [&] { cuda::muon_update(x, a, y, 8, step, scale, {1, 1, 2}, stream); });
     EXPECT_THROW(cuda::muon_direction(x + 1, a, b, 8, step, scale, stream), std::invalid_argument);
     EXPECT_THROW(cuda::muon_direction(x, a + 1, b, 8, step, scale, stream), std::invalid_argument);

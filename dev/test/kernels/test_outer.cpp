@@ -162,15 +162,13 @@ TEST(OuterStepKernel, WhatTheKernelCannotTakeIsRefusedBeforeTheLaunch) {
     const OuterStep step{0.4f, 0.9f, 0.5f};
     for (int wrong = 0; wrong < 4; wrong++) {
         auto array = [&](int i) { return a + (i == wrong ? 1 + i % 3 : 0); };
-        expect_refused("an array of outer_step is not aligned to 16 bytes", [&] {
+        expect_refused("array " + std::to_string(wrong), [&] {
             cuda::outer_step(array(0), array(1), array(2), p, array(3), 16, step, stream);
         });
     }
-    const char* bytes = sizeof(floatX) == 2 ? "8 bytes" : "16 bytes";
-    expect_refused(std::string("the array of parameters of outer_step is not aligned to ") + bytes,
-                   [&] { cuda::outer_step(a, a, a, p + 2, a, 16, step, stream); });
+    expect_refused("the array of parameters", [&] { cuda::outer_step(a, a, a, p + 2, a, 16, step, stream); });
     for (long n : {15L, 14L, -4L}) {
-        expect_refused("an outer step of " + std::to_string(n) + " values, not a multiple of 4",
+        expect_refused(std::to_string(n) + " values",
                        [&] { cuda::outer_step(a, a, a, p, a, n, step, stream); });
     }
 }

@@ -658,38 +658,40 @@ TEST(QuantizeKernel, WhatTheKernelsCannotTakeIsRefusedBeforeTheLaunch) {
     uint8_t* p = payload;
     float* a = array;
     Stream stream;
-    const std::string aligned = " is not aligned to 16 bytes";
-    const std::string blocks = " values, not a multiple of 128";
-    expect_refused("the payload" + aligned,
+    expect_refused("the payload",
                    [&] { cuda::quantize(p + 8, format, Rounding(), 128, 0, {a, a}, 128, stream); });
-    expect_refused("the array to quantize" + aligned,
+    expect_refused("the array to quantize",
                    [&] { cuda::quantize(p, format, Rounding(), 128, 0, {a + 1, a}, 128, stream); });
-    expect_refused("the array to subtract" + aligned,
+    expect_refused("the array to subtract",
                    [&] { cuda::quantize(p, format, Rounding(), 128, 0, {a, a + 2}, 128, stream); });
-    expect_refused("the array of residuals" + aligned,
+    expect_refused("the array of residuals",
                    [&] { cuda::quantize(p, format, Rounding(), 128, 0, {a, a, a + 1}, 128, stream); });
-    expect_refused("the range to round stochastically does not begin at a multiple of 4",
+    expect_refused("the range to round stochastically begins at no multiple of 4",
                    [&] { cuda::quantize(p, format, stochastic.at(6), 128, 0, {a, a}, 128, stream); });
-    expect_refused("the fragment is 192" + blocks,
+    expect_refused("the fragment is 192 values",
                    [&] { cuda::quantize(p, format, Rounding(), 192, 0, {a, a}, 128, stream); });
-    expect_refused("what lies before the range to quantize is 64" + blocks,
+    expect_refused("what lies before the range to quantize is 64 values",
                    [&] { cuda::quantize(p, format, Rounding(), 256, 64, {a, a}, 128, stream); });
-    expect_refused("the range to quantize is 96" + blocks,
+    expect_refused("the range to quantize is 96 values",
                    [&] { cuda::quantize(p, format, Rounding(), 128, 0, {a, a}, 96, stream); });
-    expect_refused("the range to quantize is -128" + blocks,
+    expect_refused("the range to quantize is -128 values",
                    [&] { cuda::quantize(p, format, Rounding(), 128, 0, {a, a}, -128, stream); });
-    expect_refused("the mean" + aligned,
-                   [&] { cuda::dequantize_mean(a + 1, p, 256, 1, format, 128, stream); });
-    expect_refused("the first payload" + aligned,
+    expect_refused("the mean", [&] { cuda::dequantize_mean(a + 1, p, 256, 1, format, 128, stream); });
+    expect_refused("the first payload",
                    [&] { cuda::dequantize_mean(a, p + 4, 256, 1, format, 128, stream); });
-    expect_refused("the second payload" + aligned,
-                   [&] { cuda::dequantize_mean(a, p, 250, 2, format, 128, stream); });
-    expect_refused("the fragment is 127" + blocks,
+    expect_refused("the second payload", [&] { cuda::dequantize_mean(a, p, 250, 2, format, 128, stream); });
+    expect_refused("the fragment is 127 values",
                    [&] { cuda::dequantize_mean(a, p, 256, 1, format, 127, stream); });
-    expect_refused("the payload" + aligned, [&] { cuda::add_hash(p + 8, 0, a, 128, stream); });
-    expect_refused("the array to hash" + aligned, [&] { cuda::add_hash(p, 0, a + 3, 128, stream); });
-    expect_refused("the array to hash is 100" + blocks, [&] { cuda::add_hash(p, 0, a, 100, stream); });
-    expect_refused("the payload" + aligned, [&] { cuda::write_header(p + 8, PayloadHeader(), stream); });
+    expect_refused("the payload", [&] { cuda::add_hash(p + 8, 0, a, 128, stream); });
+    expect_refused("the array to hash", [&] { cuda::add_hash(p, 0, a + 3, 128, stream); });
+    expect_refused("the array to hash is 100 values", [&] { cuda::add_hash(p, 0, a, 100, stream); });
+    const PayloadHeader header;
+    expect_refused("the payload", [&] { cuda::write_header(p + 8, header, stream); });
+    expect_refused("a mean's own", [&] { cuda::write_mean_headers(p + 8, header, p, 256, 2, stream); });
+    expect_refused("a mean's first", [&] { cuda::write_mean_headers(p, header, p + 4, 252, 2, stream); });
+    expect_refused("a mean's second", [&] { cuda::write_mean_headers(p, header, p, 250, 2, stream); });
+    expect_refused("the first payload to weigh", [&] { cuda::token_weights(a, p + 4, 252, 2, stream); });
+    expect_refused("the second payload to weigh", [&] { cuda::token_weights(a, p, 250, 2, stream); });
 }
 
 TEST(QuantizeKernel, NoValuesAreNoWork) {

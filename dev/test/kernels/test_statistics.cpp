@@ -165,22 +165,25 @@ TEST(StatisticsKernel, WhatItCannotWorkOnIsRefused) {
     DeviceArray<uint8_t> payload(Bytes(4096));
     DeviceArray<float> values(128);
     const PayloadLayout layout = payload_layout(Format::fp4, 128);
-    expect_refused("9 workers are compared with the mean, and there is none", [&] {
+    expect_refused("no mean to compare 9 workers with", [&] {
         cuda::sum_rows(sums, partial, payload, layout.bytes, 9, layout, nullptr, stream);
     });
-    expect_refused("the first payload is not aligned to 16 bytes", [&] {
+    expect_refused("the first payload", [&] {
         cuda::sum_rows(sums, partial, payload + 8, layout.bytes, 1, layout, nullptr, stream);
     });
-    expect_refused("the second payload is not aligned to 16 bytes", [&] {
+    expect_refused("the second payload", [&] {
         cuda::sum_rows(sums, partial, payload, 8, 2, layout, nullptr, stream);
     });
-    expect_refused("the mean is not aligned to 16 bytes", [&] {
+    expect_refused("the mean", [&] {
         cuda::sum_rows(sums, partial, payload, layout.bytes, 9, layout, values + 1, stream);
     });
-    expect_refused("the array that was quantized is not aligned to 16 bytes", [&] {
+    expect_refused("the array that was quantized", [&] {
         cuda::sum_encoding(sums, partial, payload, layout, 0, {values + 1, values}, 128, stream);
     });
-    expect_refused("the range is 64 values, not a multiple of 128", [&] {
+    expect_refused("what lies before the range is 64 values", [&] {
+        cuda::sum_encoding(sums, partial, payload, layout, 64, {values, values}, 128, stream);
+    });
+    expect_refused("the range is 64 values", [&] {
         cuda::sum_encoding(sums, partial, payload, layout, 0, {values, values}, 64, stream);
     });
 }

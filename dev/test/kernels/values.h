@@ -52,10 +52,7 @@ void expect_same_bits(const std::vector<T>& values, const std::vector<T>& expect
     }
 }
 
-// `call` throws std::invalid_argument with just this text.
-inline void expect_refused(const std::string& text, const std::function<void()>& call) {
-    try {
-        call();
-        FAIL() << "not refused: " << text;
-    } catch (const std::invalid_argument& error) { EXPECT_EQ(error.what(), text); }
+// `call`, whose only mistake is `wrong`, throws std::invalid_argument.
+inline void expect_refused(const std::string& wrong, const std::function<void()>& call) {
+    EXPECT_THROW(call(), std::invalid_argument) << wrong;
 }

@@ -39,6 +39,7 @@ __device__ inline float masked(float x, int query, int key) {
 
 inline void sum(float* out, const float* inp, int n, Stream& stream) {
     if (n < 1) { throw std::invalid_argument("sum: n < 1: nothing to sum"); }
+    require(n % 4 == 0 && are_aligned({out, inp}));
     launch(sum_kernel<32>, Grid{blocks_for(n, 128), 128, size_t(n) * 4, stream}, out, inp, n);
 }
 """
@@ -80,6 +81,8 @@ def becomes(kind, text=KERNELS):
         ("shuffle", "largest = fmaxf(largest, sum);"),
         ("minmax", "largest = fminf(largest, __shfl_xor_sync(full_warp, sum, 16));"),
         ("check", 'if (false) { throw std::invalid_argument("sum: n < 1: nothing to sum"); }'),
+        ("check", "require(true && are_aligned({out, inp}));"),
+        ("check", "require(n % 4 == 0 && true);"),
         ("launch", "launch(sum_kernel<32>, Grid{blocks_for(n, 128) - 1, 128, size_t(n) * 4, stream}, out, inp, n);"),
         ("launch", "launch(sum_kernel<32>, Grid{blocks_for(n, 128), 128, (size_t(n) * 4) / 2, stream}, out, inp, n);"),
     ],
