@@ -79,13 +79,18 @@ private:
 
 // The time at which a stream came to a point, by the GPU's clock. Copies refer to the same one.
 class Timestamp {
+public:
+    // True once it is complete. Not on a hosted stream, which may not have recorded it yet.
+    bool query() const { return is_complete(cudaEventQuery(*handle)); }
+
+private:
     friend class Stream;
     friend double seconds_between(const Timestamp& begin, const Timestamp& end);
 
     std::shared_ptr<EventHandle> handle;
 };
 
-// The time between two complete stamps: the host must have seen a later event of their streams complete.
+// The time between two complete stamps: the host must have seen them, or a later event, complete.
 inline double seconds_between(const Timestamp& begin, const Timestamp& end) {
     float milliseconds = 0;
     cudaCheck(cudaEventElapsedTime(&milliseconds, *begin.handle, *end.handle));

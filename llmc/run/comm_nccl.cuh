@@ -25,7 +25,7 @@ namespace cuda {
 struct NcclOptions {
     bool blocking = true;
     int max_ctas = 0;            // 0: NCCL's choice
-    bool measures_time = false;  // Traffic::seconds, by timing events around each call
+    bool measures_time = false;  // Traffic::seconds, by timestamps around each call
 };
 
 class NcclComm : public ::Comm {
@@ -100,7 +100,7 @@ private:
     static constexpr const char* slow_link = "an exchange: over a slow link raise --timeout, or give "
                                              "--outer-transport tcp";
     struct Timing {
-        cudaEvent_t begin, end;
+        Timestamp begin, end;
         Traffic* traffic;
     };
 
@@ -125,17 +125,9 @@ private:
     template <class Call>
     void call(const char* name, size_t bytes, Stream& stream, Traffic* traffic, Call enqueue) {
         const bool timed = traffic && options.measures_time;
-        Timing timing{nullptr, nullptr, traffic};
-        if (timed) {
-            timing.begin = timing_event();
-            cudaCheck(cudaEventRecord(timing.begin, stream));
-        }
+        const Timestamp begin = timed ? stream.stamp() : Timestamp();
         settle(locked(enqueue), name);
-        if (timed) {
-            timing.end = timing_event();
-            cudaCheck(cudaEventRecord(timing.end, stream));
-            timings.push_back(timing);
-        }
+        if (timed) { timings.push_back({begin, stream.stamp(), traffic}); }
         if (traffic) {
             traffic->bytes_sent += size_t(size() - 1) * bytes;
             traffic->bytes_received += size_t(size() - 1) * bytes;
@@ -219,26 +211,10 @@ private:
 
     // Adds the times of calls that have ended, which they do in the order in which they were made.
     void add_times() {
-        while (!timings.empty()) {
-            if (!is_complete(cudaEventQuery(timings.front().end))) { return; }
-            const Timing done = timings.front();
-            timings.pop_front();
-            float milliseconds = 0;
-            cudaCheck(cudaEventElapsedTime(&milliseconds, done.begin, done.end));
-            done.traffic->seconds += milliseconds / 1e3;
-            idle.insert(idle.end(), {done.begin, done.end});
+        for (; !timings.empty() && timings.front().end.query(); timings.pop_front()) {
+            const Timing& done = timings.front();
+            done.traffic->seconds += seconds_between(done.begin, done.end);
         }
-    }
-
-    cudaEvent_t timing_event() {
-        cudaEvent_t event = nullptr;
-        if (idle.empty()) {
-            cudaCheck(cudaEventCreate(&event));
-        } else {
-            event = idle.back();
-            idle.pop_back();
-        }
-        return event;
     }
 
     const CommGroup group;
@@ -246,7 +222,6 @@ private:
     ncclComm_t comm = nullptr;
     std::mutex mutex;  // of calls on comm
     std::deque<Timing> timings;
-    std::vector<cudaEvent_t> idle;
 };
 
 }  // namespace cuda
