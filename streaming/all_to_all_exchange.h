@@ -107,7 +107,7 @@ private:
     // begin: the part's first value in the fragment
     void quantize_mean(const Sync& sync, const PayloadLayout& own, long begin) {
         float* residual = owner_feedback.begin(sync.fragment, sync.number, stream);
-        const Rounding rounding = wire.rounding(me, sync.number, RoundingStage::owner);
+        const Rounding rounding = wire.rounding(me, sync.number, RandomUse::owner_rounding);
         for (const Piece& piece : pieces[size_t(sync.fragment)]) {
             const long first = std::max(piece.first, begin);
             const long end = std::min(piece.first + piece.count, begin + own.values);

@@ -41,8 +41,8 @@ struct WireOptions {
     bool error_feedback = false;  // of senders, and of the owners of means
     bool token_weights = false;   // of workers in the mean; else all are equal
 
-    Rounding rounding(int worker, long sync, RoundingStage stage) const {
-        return stochastic ? stochastic_rounding(seed, worker, uint64_t(sync), stage) : Rounding();
+    Rounding rounding(int worker, long sync, RandomUse use) const {
+        return stochastic ? stochastic_rounding(seed, worker, uint64_t(sync), use) : Rounding();
     }
 };
 

@@ -105,7 +105,7 @@ public:
     // sums: (encoding_sums), of a HostBuffer: how large delta is, and how much of it encoding has lost
     void encode(uint8_t* payload, const PayloadLayout& layout, const Sync& sync, uint64_t tokens,
                 uint32_t flags, const OuterGradient& delta, double* sums, Stream& main) {
-        const Rounding rounding = wire.rounding(worker, sync.number, RoundingStage::send);
+        const Rounding rounding = wire.rounding(worker, sync.number, RandomUse::send_rounding);
         float* residual = feedback.begin(sync.fragment, sync.number, main);
         write_headers(payload, layout, sync, tokens, flags, main);
         device::clear_padding(payload, layout, main);
@@ -234,7 +234,7 @@ private:
         auto unused = std::find_if(host_numbers.begin(), host_numbers.end(),
                                    [](const auto& number) { return number.use_count() == 1; });
         if (unused == host_numbers.end()) { unused = host_numbers.insert(unused, new_host_number()); }
-        device::global_norm_squared(mean_square, mean, n, main);
+        device::global_norm_squared(mean_square, mean.data(), n, main);
         device::copy_to_host_later((*unused)->data(), mean_square.data(), 1, main);
         return *unused;
     }

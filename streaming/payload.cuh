@@ -37,7 +37,6 @@ __global__ void write_mean_headers_kernel(uint8_t* out, PayloadHeader header, co
 // Sums mod 2^64 are the same in any order, so that each block may add its own when it is done.
 // Bound by memory and arithmetic alike: 4 bytes and about 20 integer instructions per value.
 __global__ void add_hash_kernel(PayloadHeader* header, long first, const float* values, long count) {
-    SHARED(unsigned long long[hash_threads / 32], partial);
     const long begin = blockIdx.x * hash_values + threadIdx.x * 4;
     Pack<float> packs[hash_packs];
     for (int p = 0; p < hash_packs; p++) {
@@ -51,14 +50,8 @@ __global__ void add_hash_kernel(PayloadHeader* header, long first, const float* 
             for (int k = 0; k < 4; k++) { sum += hash_value(uint64_t(first + i + k), packs[p][k]); }
         }
     }
-    sum = warp_reduce(sum, Sum());
-    if (threadIdx.x % 32 == 0) { partial[threadIdx.x / 32] = sum; }
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        unsigned long long total = 0;
-        for (int warp = 0; warp < hash_threads / 32; warp++) { total += partial[warp]; }
-        atomicAdd(reinterpret_cast<unsigned long long*>(&header->hash), total);
-    }
+    sum = block_reduce(sum, Sum());
+    if (threadIdx.x == 0) { atomicAdd(reinterpret_cast<unsigned long long*>(&header->hash), sum); }
 }
 
 __global__ void write_header_kernel(PayloadHeader* out, PayloadHeader header) { *out = header; }

@@ -13,18 +13,12 @@
 #include "llmc/host_device.h"
 #include "llmc/random.h"
 
-// Who rounds: the sender of a delta, or the owner of a mean.
-enum class RoundingStage : uint32_t {
-    send = uint32_t(RandomUse::send_rounding),
-    owner = uint32_t(RandomUse::owner_rounding)
-};
-
 // Rounding() is to nearest.
 struct Rounding {
     bool stochastic = false;
     uint64_t seed = 0;
     uint32_t sync = 0;   // number of the exchange
-    uint32_t use = 0;    // stage and worker
+    uint32_t use = 0;    // RandomUse and worker
     uint64_t first = 0;  // index in the model of the first value that a call rounds
 
     // The same for values that begin at `index` in the model.
@@ -36,8 +30,9 @@ struct Rounding {
 };
 
 // worker: the one that encodes, less than 2^24   sync: counted mod 2^32
-inline Rounding stochastic_rounding(uint64_t seed, int worker, uint64_t sync, RoundingStage stage) {
-    return {true, seed, uint32_t(sync), uint32_t(stage) | uint32_t(worker) << 8, 0};
+// use: send_rounding, by the sender of a delta, or owner_rounding, by the owner of a mean
+inline Rounding stochastic_rounding(uint64_t seed, int worker, uint64_t sync, RandomUse use) {
+    return {true, seed, uint32_t(sync), uint32_t(use) | uint32_t(worker) << 8, 0};
 }
 
 // The random bits of values [4 quad, 4 quad + 4) of the model.

@@ -28,7 +28,7 @@
 
 namespace {
 
-const Rounding stochastic = stochastic_rounding(1, 0, 1, RoundingStage::send);
+const Rounding stochastic = stochastic_rounding(1, 0, 1, RandomUse::send_rounding);
 
 struct Sample {
     std::string name;

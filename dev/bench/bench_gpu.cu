@@ -415,8 +415,8 @@ inline void add_elementwise(std::vector<Kind>& kinds, Bench& x) {
 inline void add_update(std::vector<Kind>& kinds, Bench& x) {
     const long size = x.layout.size;
     kinds.push_back({"gradient norm", 1, 0, 4.0 * double(size), [&x, size] {
-                         device::global_norm_squared(&x.worker.scalars.data()->norm_squared, x.model.grads,
-                                                     size, x.main);
+                         device::global_norm_squared(&x.worker.scalars.data()->norm_squared,
+                                                     x.model.grads.data(), size, x.main);
                      }});
     kinds.push_back({"AdamW", int(x.layout.blocks.size()), 0, 30.0 * double(size), [&x] {
                          update(x.worker, x.options, 1e-4f);

@@ -35,7 +35,7 @@ __device__ void load_b(uint32_t (&b)[4], const bf16* b_tile, int n, int k) {
     if (b_is_transposed) {
         load_matrix_x4(b, b_tile + (n + lane / 16 * 8 + lane % 8) * row_k + k + lane / 8 % 2 * 8);
     } else {
-        load_matrix_x4_transposed(b, b_tile + (k + lane % 16) * row_n + n + lane / 16 * 8);
+        load_matrix_x4<true>(b, b_tile + (k + lane % 16) * row_n + n + lane / 16 * 8);
     }
 }
 

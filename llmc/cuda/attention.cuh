@@ -155,7 +155,7 @@ __device__ inline void add_product(float (&sum)[M][hs / 8][4], const float (&a)[
         #pragma unroll
         for (int j = 0; j < hs / 8; j += 2) {
             uint32_t b[4];
-            load_matrix_x4_transposed(b, lane_address<hs>(b_tile, 8 * k, 8 * j));
+            load_matrix_x4<true>(b, lane_address<hs>(b_tile, 8 * k, 8 * j));
             #pragma unroll
             for (int i = 0; i < M; i++) {
                 mma_m16n8k16_bf16(sum[i][j], pairs[i], b[0], b[1]);

@@ -94,14 +94,8 @@ struct Rows {
 };
 
 // Reductions over the 16 threads that share a row of scores.
-__device__ inline float row_max(float x) {
-    for (int bits = side / 2; bits > 0; bits /= 2) { x = fmaxf(x, __shfl_xor_sync(full_warp, x, bits)); }
-    return x;
-}
-__device__ inline float row_sum(float x) {
-    for (int bits = side / 2; bits > 0; bits /= 2) { x += __shfl_xor_sync(full_warp, x, bits); }
-    return x;
-}
+__device__ inline float row_max(float x) { return warp_reduce<side>(x, Maximum()); }
+__device__ inline float row_sum(float x) { return warp_reduce<side>(x, Sum()); }
 
 // ---- kernels: blocks (tiles, NH, B), in the same order as in attention.cuh
 

@@ -202,32 +202,22 @@ __device__ inline void copy_async_wait() {
 
 // Loads four 8x8 matrices of 16-bit values from shared memory. PTX ISA, "ldmatrix": lane i gives the address
 // of row i % 8 of matrix i / 8 (8 values, 16-byte aligned); register m of lane t gets elements 2 * (t % 4)
-// and, in its upper half, 2 * (t % 4) + 1 of row t / 4 of matrix m.
-__device__ inline void load_matrix_x4(uint32_t (&registers)[4], const void* row,
+// and, in its upper half, 2 * (t % 4) + 1 of row t / 4 of matrix m. `transposed`: it gets elements t / 4 of
+// rows 2 * (t % 4) and 2 * (t % 4) + 1.
+template <bool transposed = false>
+__device__ inline void load_matrix_x4(uint32_t (&r)[4], const void* row,
                                       [[maybe_unused]] Site site = Site::here()) {
 #ifdef __CUDACC__
     const unsigned from = unsigned(__cvta_generic_to_shared(row));
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(registers[0]), "=r"(registers[1]), "=r"(registers[2]), "=r"(registers[3])
-                 : "r"(from)
-                 : "memory");
+    if (transposed) {
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(from) : "memory");
+    } else {
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(from) : "memory");
+    }
 #else
-    emulator::load_matrix_x4<false>(registers, row, site);
-#endif
-}
-
-// The same, with each 8x8 matrix transposed: register m of lane t gets elements t / 4 of rows
-// 2 * (t % 4) and 2 * (t % 4) + 1 of matrix m.
-__device__ inline void load_matrix_x4_transposed(uint32_t (&registers)[4], const void* row,
-                                                 [[maybe_unused]] Site site = Site::here()) {
-#ifdef __CUDACC__
-    const unsigned from = unsigned(__cvta_generic_to_shared(row));
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(registers[0]), "=r"(registers[1]), "=r"(registers[2]), "=r"(registers[3])
-                 : "r"(from)
-                 : "memory");
-#else
-    emulator::load_matrix_x4<true>(registers, row, site);
+    emulator::load_matrix_x4<transposed>(r, row, site);
 #endif
 }
 
@@ -304,10 +294,12 @@ struct Maximum {
     __device__ float operator()(float a, float b) const { return fmaxf(a, b); }
 };
 
-// By a whole warp.
-template <class T, class Operation>
+// By a whole warp, over each `lanes` successive lanes of it.
+template <int lanes = 32, class T, class Operation>
 __device__ inline T warp_reduce(T value, Operation operation, Site site = Site::here()) {
-    for (int bits = 16; bits > 0; bits /= 2) { value = operation(value, shuffle_xor(value, bits, site)); }
+    for (int bits = lanes / 2; bits > 0; bits /= 2) {
+        value = operation(value, shuffle_xor(value, bits, site));
+    }
     return value;
 }
 

@@ -38,17 +38,12 @@ __global__ void __launch_bounds__(norm_threads)
 
 // *out = sum of values[i]^2.   values: (count), float or bf16, count a multiple of 4, 16-byte aligned
 template <class T>
-void norm_squared_of(float* out, const T* values, long count, Stream& stream) {
+void global_norm_squared(float* out, const T* values, long count, Stream& stream) {
     require(count % 4 == 0 && are_aligned({values}));
     const unsigned chunks = blocks_for(std::max(count, 1L), int(norm_chunk));
     double* partial = stream.scratch<double>(chunks);
     launch(global_norm_partial_kernel<T>, Grid{chunks, norm_threads, 0, stream}, partial, values, count);
     launch(global_norm_total_kernel, Grid{1, norm_threads, 0, stream}, out, partial, int(chunks));
-}
-
-// The same of gradients.
-inline void global_norm_squared(float* out, const float* values, long count, Stream& stream) {
-    norm_squared_of(out, values, count, stream);
 }
 
 }  // namespace cuda

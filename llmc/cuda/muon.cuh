@@ -88,7 +88,7 @@ inline void muon_direction(floatX* direction, float* m, const float* grad, long 
 // norm_squared: (1), scratch
 inline void muon_normalize(floatX* out, float* norm_squared, const floatX* inp, long count, Stream& stream) {
     require(count % 4 == 0 && are_aligned({out, inp}));
-    norm_squared_of(norm_squared, inp, count, stream);
+    global_norm_squared(norm_squared, inp, count, stream);
     launch(muon_normalize_kernel, Grid{blocks_for(count / 4, 256), 256, 0, stream}, out, inp, count,
            norm_squared);
 }

@@ -68,7 +68,7 @@ struct Part {
 
 // Seeds, syncs and indices of more than 32 bits where they may be.
 const Rounding stochastic =
-    stochastic_rounding(0x123456789abcdef0, 3, 17, RoundingStage::send).at(uint64_t(5) << 33 | 12);
+    stochastic_rounding(0x123456789abcdef0, 3, 17, RandomUse::send_rounding).at(uint64_t(5) << 33 | 12);
 
 // Quantizes parts of a fragment, each array an allocation of its own, and compares the whole payload after
 // each part. With residuals: a part of the values' size, some of them 0.
@@ -268,7 +268,7 @@ TEST(QuantizeKernel, RangesWriteTheirOwnPartOfAPayloadAndNothingElse) {
 TEST(QuantizeKernel, ValuesAsTheyAreGiveTheCpusBytes) {
     const long n = 128 * 11;
     const Floats mean = random_values(n, 3, 0x1p-8f), before = random_values(n, 4, 0x1p-12f);
-    const Rounding owner = stochastic_rounding(7, 1, 2, RoundingStage::owner).at(1024);
+    const Rounding owner = stochastic_rounding(7, 1, 2, RandomUse::owner_rounding).at(1024);
     for (Format format : all_formats) {
         for (const Rounding& rounding : {Rounding(), owner}) {
             Bytes expected = new_payload(format, n);

@@ -110,7 +110,7 @@ int main() {
             device::write_header(payload, PayloadHeader(), stream);
             device::add_hash(payload, 0, local.data(), n, stream);
             const Rounding rounding =
-                stochastic ? stochastic_rounding(9, worker, 4, RoundingStage::send).at(13) : Rounding();
+                stochastic ? stochastic_rounding(9, worker, 4, RandomUse::send_rounding).at(13) : Rounding();
             const Source source{global.data(), local.data(), stochastic ? residual.data() : nullptr};
             device::quantize(payload, format, rounding, n, 0, source, n, stream);
             for (float& value : local) { value = fma_rn(value, 0.7f, 1e-20f); }
@@ -154,9 +154,9 @@ int main() {
     for (uint64_t seed : {uint64_t(0), uint64_t(42), uint64_t(0xfedcba9876543210)}) {
         for (int worker : {0, 3, (1 << 24) - 1}) {
             for (uint64_t sync : {0u, 17u, 0xffffffffu}) {
-                for (RoundingStage stage : {RoundingStage::send, RoundingStage::owner}) {
+                for (RandomUse use : {RandomUse::send_rounding, RandomUse::owner_rounding}) {
                     for (uint64_t first : {uint64_t(0), uint64_t(1003), (uint64_t(1) << 34) - 6}) {
-                        const Rounding ours = stochastic_rounding(seed, worker, sync, stage);
+                        const Rounding ours = stochastic_rounding(seed, worker, sync, use);
                         curandStatePhilox4_32_10_t theirs;
                         curand_init(seed, uint64_t(ours.use) << 32 | ours.sync, first, &theirs);
                         for (uint64_t i = first; i < first + 12; i++) {

@@ -49,7 +49,7 @@ void write_payload(Exchange& exchange, const Sync& sync, const WireOptions& wire
                              make_header(sync, layout, part, worker, tokens), main);
     }
     device::clear_padding(payload, layout, main);
-    const Rounding rounding = wire.rounding(worker, sync.number, RoundingStage::send);
+    const Rounding rounding = wire.rounding(worker, sync.number, RandomUse::send_rounding);
     for (const Piece& piece : two_pieces(sync.values)) {
         for_each_part(layout, piece.first, piece.count, [&](int part, long first, long count) {
             uint8_t* bytes = payload + size_t(part) * layout.bytes;
@@ -116,7 +116,7 @@ Floats mean_by_hand(const WireOptions& wire, long n, int workers, const std::vec
     Floats sum(static_cast<size_t>(n));
     for (int worker = 0; worker < workers; worker++) {
         const Floats values = rounded(random_values(uint64_t(worker), n, 1.0f), wire.format,
-                                      wire.rounding(worker, 3, RoundingStage::send));
+                                      wire.rounding(worker, 3, RandomUse::send_rounding));
         for (size_t i = 0; i < values.size(); i++) {
             sum[i] = weights.empty() ? sum[i] + values[i] : fmaf(weights[size_t(worker)], values[i], sum[i]);
         }
@@ -134,7 +134,7 @@ Floats arriving_mean(const WireOptions& wire, long n, int workers, const std::ve
     Floats arriving = mean;
     const long part = (n / 128 + workers - 1) / workers * 128;
     for (int owner = 0; owner < workers; owner++) {
-        const Floats all = rounded(mean, wire.format, wire.rounding(owner, 3, RoundingStage::owner));
+        const Floats all = rounded(mean, wire.format, wire.rounding(owner, 3, RandomUse::owner_rounding));
         const long begin = std::min(owner * part, n), end = std::min(begin + part, n);
         std::copy(all.begin() + begin, all.begin() + end, arriving.begin() + begin);
     }

@@ -246,7 +246,7 @@ TEST(Quantize, the_mean_is_the_sum_in_ascending_order_of_workers_divided_by_thei
 
 // ---- stochastic rounding
 
-const Rounding stochastic = stochastic_rounding(7, 1, 5, RoundingStage::send);
+const Rounding stochastic = stochastic_rounding(7, 1, 5, RandomUse::send_rounding);
 
 Buffer<uint8_t> payload_of(Format format, const Rounding& rounding, const Source& source, long n) {
     Buffer<uint8_t> payload(long(payload_bytes(format, n)));
@@ -323,10 +323,10 @@ TEST(QuantizeStochastically, a_cut_into_ranges_and_shards_changes_nothing) {
 
 TEST(QuantizeStochastically, it_repeats_itself_but_not_for_another_seed_worker_sync_stage_or_place) {
     const std::vector<float> values = random_values(128 * 3, 1);
-    const auto send = RoundingStage::send;
+    const auto send = RandomUse::send_rounding;
     const Rounding others[] = {
         Rounding(), stochastic_rounding(8, 1, 5, send), stochastic_rounding(7, 2, 5, send),
-        stochastic_rounding(7, 1, 6, send), stochastic_rounding(7, 1, 5, RoundingStage::owner),
+        stochastic_rounding(7, 1, 6, send), stochastic_rounding(7, 1, 5, RandomUse::owner_rounding),
         stochastic.at(128)};
     for (Format format : all_formats) {
         const Buffer<uint8_t> payload = payload_of(format, stochastic, {values.data()}, 128 * 3);
@@ -355,7 +355,7 @@ TEST(QuantizeStochastically, the_mean_over_many_syncs_is_the_value) {
     for (Format format : {Format::fp4, Format::fp4_e2m1, Format::fp8_e4m3, Format::fp8_e5m2, Format::bf16}) {
         std::vector<double> sum(size_t(n), 0);
         for (int sync = 0; sync < syncs; sync++) {
-            const Rounding rounding = stochastic_rounding(1, 0, uint64_t(sync), RoundingStage::send);
+            const Rounding rounding = stochastic_rounding(1, 0, uint64_t(sync), RandomUse::send_rounding);
             const Buffer<uint8_t> payload = payload_of(format, rounding, {values.data()}, n);
             const std::vector<float> got = decoded(format, payload, n);
             for (size_t i = 0; i < got.size(); i++) { sum[i] += double(got[i]) - double(values[i]); }

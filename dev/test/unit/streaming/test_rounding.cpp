@@ -197,12 +197,12 @@ Halves words_of(const Rounding& rounding, uint64_t quad) {
     return Halves(drawn.v, drawn.v + 4);
 }
 
-// Expected: random_bits(seed, stage + 256 worker, [quad], sync) of dev/reference/reference.py.
+// Expected: random_bits(seed, use + 256 worker, [quad], sync) of dev/reference/reference.py.
 TEST(WireRounding, four_values_get_philoxs_words_of_seed_worker_sync_stage_and_index) {
-    const Rounding send = stochastic_rounding(42, 3, 17, RoundingStage::send);
+    const Rounding send = stochastic_rounding(42, 3, 17, RandomUse::send_rounding);
     EXPECT_EQ(words_of(send, 10), (Halves{0x1b642393, 0xa258c38e, 0x768a5428, 0xce4b6ac3}));
     const Rounding owner =
-        stochastic_rounding(0x123456789abcdef0, 1 << 23, 0x89abcdef, RoundingStage::owner);
+        stochastic_rounding(0x123456789abcdef0, 1 << 23, 0x89abcdef, RandomUse::owner_rounding);
     EXPECT_EQ(words_of(owner, 0x5000000058 / 4), (Halves{0x9a4088ea, 0xa9fb1d88, 0xf3ed62ab, 0x0415645d}));
 }
 
@@ -211,9 +211,9 @@ TEST(WireRounding, seeds_workers_syncs_stages_and_quads_get_other_words_each) {
     for (uint64_t seed : {uint64_t(42), uint64_t(43), 42 | uint64_t(1) << 32}) {
         for (int worker : {0, 1, 256, 1 << 23}) {
             for (uint64_t sync : {0, 1, 256}) {
-                for (RoundingStage stage : {RoundingStage::send, RoundingStage::owner}) {
+                for (RandomUse use : {RandomUse::send_rounding, RandomUse::owner_rounding}) {
                     for (uint64_t quad : {uint64_t(0), uint64_t(1), uint64_t(1) << 32}) {
-                        const Halves words = words_of(stochastic_rounding(seed, worker, sync, stage), quad);
+                        const Halves words = words_of(stochastic_rounding(seed, worker, sync, use), quad);
                         all.insert(all.end(), words.begin(), words.end());
                     }
                 }
