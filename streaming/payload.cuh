@@ -50,7 +50,7 @@ __global__ void add_hash_kernel(PayloadHeader* header, long first, const float* 
             for (int k = 0; k < 4; k++) { sum += hash_value(uint64_t(first + i + k), packs[p][k]); }
         }
     }
-    sum = block_reduce(sum, Sum());
+    sum = block_sum(sum);
     if (threadIdx.x == 0) { atomicAdd(reinterpret_cast<unsigned long long*>(&header->hash), sum); }
 }
 

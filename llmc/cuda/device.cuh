@@ -319,10 +319,8 @@ __device__ inline T block_reduce(T value, Operation operation, Site site = Site:
 __device__ inline float warp_sum(float value, Site site = Site::here()) {
     return warp_reduce(value, Sum(), site);
 }
-__device__ inline float block_sum(float value, Site site = Site::here()) {
-    return block_reduce(value, Sum(), site);
-}
-__device__ inline double block_sum(double value, Site site = Site::here()) {
+template <class T>
+__device__ inline T block_sum(T value, Site site = Site::here()) {
     return block_reduce(value, Sum(), site);
 }
 __device__ inline float block_max(float value, Site site = Site::here()) {
