@@ -110,31 +110,6 @@ struct StepMetrics {
     double mfu = NAN;                             // NAN if the device's peak is not known
 };
 
-struct SyncMetrics {
-    long sync = 0;
-    int fragment = 0;
-    long send_step = 0, apply_step = 0;
-    uint64_t bytes_sent = 0, bytes_received = 0;
-    double wire_seconds = 0, waited_seconds = 0;
-    uint64_t global_hash = 0;  // of the global parameters that the delta was taken from
-    double delta_norm = NAN, mean_norm = NAN, quantization_error = NAN;
-    std::vector<double> cosines, mean_cosines;
-    // Of elastic workers:
-    std::vector<double> contributors = {}, contributor_tokens = {};  // contributors: the workers' numbers
-    std::optional<long> decider = {};
-    double grace_seconds = NAN;
-    std::optional<bool> counted = {};  // whether this worker's delta is in the mean
-};
-
-// An event that an elastic worker has seen.
-struct EventMetrics {
-    long step = 0;
-    std::string kind;
-    std::optional<long> sync = {};  // that it belongs to, if it belongs to one
-    int worker = 0;                 // that it happened to
-    std::string text;               // for people
-};
-
 struct EndMetrics {
     long step = 0;
     double train_seconds = 0;
@@ -226,25 +201,10 @@ public:
                   .field("accuracy", accuracy).field("examples", examples));
     }
 
-    void sync(const SyncMetrics& m) {
-        write(JsonLine().field("type", "sync").field("sync", m.sync).field("fragment", m.fragment)
-                  .field("send_step", m.send_step).field("apply_step", m.apply_step).field("time", seconds())
-                  .field("bytes_sent", m.bytes_sent).field("bytes_received", m.bytes_received)
-                  .field("wire_seconds", m.wire_seconds).field("waited_seconds", m.waited_seconds)
-                  .field("global_hash", format("%016llx", (unsigned long long)m.global_hash))
-                  .field("staleness", m.apply_step - m.send_step).field("delta_norm", m.delta_norm)
-                  .field("mean_norm", m.mean_norm).field("quantization_error", m.quantization_error)
-                  .field("cosines", m.cosines).field("mean_cosines", m.mean_cosines)
-                  .field("contributors", m.contributors).field("contributor_tokens", m.contributor_tokens)
-                  .field("decider", m.decider).field("grace_seconds", m.grace_seconds)
-                  .field("counted", m.counted));
-    }
-
-    void event(const EventMetrics& m) {
-        write(JsonLine().field("type", "event").field("step", m.step).field("time", seconds())
-                  .field("unix_time", unix_seconds()).field("kind", m.kind).field("sync", m.sync)
-                  .field("worker", m.worker).field("text", m.text));
-    }
+    // A line of any other type.
+    void write(const JsonLine& line) { print(metrics, line.str()); }
+    double seconds() const { return seconds_before + now_seconds() - start; }
+    static long unix_seconds() { return time(nullptr); }
 
     // Returns when everything logged so far is on the disk. Any thread may call it.
     void sync() const {
@@ -379,10 +339,6 @@ private:
     [[noreturn]] static void fail(const std::string& path, const std::string& why) {
         throw UserError("cannot write " + path + " (" + why + "): give a log folder that can be written");
     }
-
-    double seconds() const { return seconds_before + now_seconds() - start; }
-    static long unix_seconds() { return time(nullptr); }
-    void write(const JsonLine& line) { print(metrics, line.str()); }
 
     void print(const LogFile& file, const std::string& line) {
         if (!file || append(fileno(file.get()), line + "\n") || std::exchange(has_lost_lines, true)) { return; }

@@ -29,20 +29,34 @@ inline std::string counted(long n, const char* what) {
     return format("%ld %s%s", n, what, n == 1 ? "" : "s");
 }
 
-inline SyncMetrics sync_metrics(const SyncReport& r, long step) {
-    SyncMetrics m{r.sync, r.fragment, r.send_step, step, r.traffic.bytes_sent, r.traffic.bytes_received,
-                  r.traffic.seconds, r.waited_seconds(), r.global_hash, r.statistics.delta_norm,
-                  r.mean_norm(), r.statistics.quantization_error, r.statistics.cosines,
-                  r.statistics.mean_cosines};
-    if (!r.log) { return m; }
-    for (const LogReport::Contributor& contributor : r.log->contributors) {
-        m.contributors.push_back(contributor.worker);
-        m.contributor_tokens.push_back(double(contributor.tokens));
+// The log's line for a sync that was merged in `step`.   time: of the log
+inline JsonLine sync_line(const SyncReport& r, long step, double time) {
+    std::vector<double> contributors, tokens;
+    for (const auto& one : r.log ? r.log->contributors : std::vector<LogReport::Contributor>()) {
+        contributors.push_back(one.worker);
+        tokens.push_back(double(one.tokens));
     }
-    m.decider = r.log->decider;
-    m.grace_seconds = r.log->grace_seconds;
-    m.counted = r.log->counted;
-    return m;
+    const auto of_log = [&](auto LogReport::*field) {  // none: null
+        return r.log ? std::optional((*r.log).*field) : std::nullopt;
+    };
+    return JsonLine().field("type", "sync").field("sync", r.sync).field("fragment", r.fragment)
+        .field("send_step", r.send_step).field("apply_step", step).field("time", time)
+        .field("bytes_sent", r.traffic.bytes_sent).field("bytes_received", r.traffic.bytes_received)
+        .field("wire_seconds", r.traffic.seconds).field("waited_seconds", r.waited_seconds())
+        .field("global_hash", format("%016llx", (unsigned long long)r.global_hash))
+        .field("staleness", step - r.send_step).field("delta_norm", r.statistics.delta_norm)
+        .field("mean_norm", r.mean_norm()).field("quantization_error", r.statistics.quantization_error)
+        .field("cosines", r.statistics.cosines).field("mean_cosines", r.statistics.mean_cosines)
+        .field("contributors", contributors).field("contributor_tokens", tokens)
+        .field("decider", of_log(&LogReport::decider))
+        .field("grace_seconds", of_log(&LogReport::grace_seconds))
+        .field("counted", of_log(&LogReport::counted));
+}
+
+inline JsonLine event_line(const OuterEvent& event, long step, double time, long unix_time) {
+    return JsonLine().field("type", "event").field("step", step).field("time", time)
+        .field("unix_time", unix_time).field("kind", event.kind).field("sync", event.sync)
+        .field("worker", event.worker).field("text", event.text);
 }
 
 // How many outer steps a run has, and, if they are few, what that costs. Measured with 0.66M parameters and
@@ -162,7 +176,7 @@ public:
             totals.outer.bytes_sent += r.traffic.bytes_sent;
             totals.outer.bytes_received += r.traffic.bytes_received;
             totals.waited_seconds += r.waited_seconds();
-            logger.sync(sync_metrics(r, step));
+            logger.write(sync_line(r, step, logger.seconds()));
             if (process.worker != 0 && o.worker < 0) { continue; }
             for (int worker : r.not_finite) {  // every rank says so, since it concerns that rank's shard
                 status.print(
@@ -188,7 +202,7 @@ public:
     // What happened between elastic workers. People read about their own workers, and once about the others.
     void events(long step, const std::vector<OuterEvent>& all) {
         for (const OuterEvent& event : all) {
-            logger.event({step, event.kind, event.sync, event.worker, event.text});
+            logger.write(event_line(event, step, logger.seconds(), Logger::unix_seconds()));
             const bool is_own = event.worker == process.worker;
             if (event.is_routine || process.rank > 0 || !(is_own || speaks())) { continue; }
             status.print((is_own ? format("worker %d ", event.worker) : "") + event.text);

@@ -1,15 +1,16 @@
 // The logs: llm.c's lines, JSON that any reader takes, and a status line that leaves a terminal tidy.
-#include "llmc/run/logger.h"
-
 #include <signal.h>
 #include <sys/resource.h>
 
+#include <chrono>
 #include <cmath>
 #include <fstream>
 #include <limits>
 #include <sstream>
+#include <thread>
 
 #include "dev/test/files.h"
+#include "llmc/run/report.h"
 
 namespace test_logger {
 
@@ -31,6 +32,22 @@ std::vector<std::string> without_times(const std::string& path) {
         }
     }
     return lines;
+}
+
+void write_sync(Logger& logger, const SyncReport& report, long step) {
+    logger.write(sync_line(report, step, logger.seconds()));
+}
+
+// Of a sync that was merged in `step`, and for which nobody waited.
+void write_sync(Logger& logger, long sync, long step) {
+    SyncReport report{};
+    report.sync = sync;
+    report.idle_from = report.idle_until = Stream().stamp();
+    write_sync(logger, report, step);
+}
+
+void write_event(Logger& logger, long step, const OuterEvent& event) {
+    logger.write(event_line(event, step, logger.seconds(), Logger::unix_seconds()));
 }
 
 // What `write` prints to a stream.
@@ -68,17 +85,19 @@ TEST(Logger, metrics_hold_every_field_one_object_a_line) {
     logger.step({2, 4.5, 0.5, 1.25, 0.5, 4096, 8192, 10, 20, -0.5, 3.5, true, 0.375});
     logger.eval(1, 4.25);
     logger.hellaswag(1, 0.28125, 10042);
-    logger.sync({7, 2, 20, 23, 6000000000u, 5, 0.125, 0.5, 0xfedcba9876543210u, 0.5, 0.25, 0.0625,
-                 {1, NAN, -0.125}, {}});
-    SyncMetrics many;  // workers
-    many.mean_cosines = {0.5};
-    many.contributors = {1, 3};
-    many.contributor_tokens = {4096, 512};
-    many.decider = 3;
-    many.grace_seconds = 1.5;
-    many.counted = false;
-    logger.sync(many);
-    logger.event({20, "late", {}, 2, "is late"});
+    Stream stream;
+    SyncReport two{7, 2, 20, 0, {6000000000u, 5, 0.125}, stream.stamp(), {}, 0xfedcba9876543210u, {},
+                   {0.5, 0.0625, {1, NAN, -0.125}, {}}, std::make_shared<HostBuffer<float>>(1)};
+    two.mean_square->data()[0] = 0.0625;
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    two.idle_until = stream.stamp();
+    write_sync(logger, two, 23);
+    SyncReport many{};  // workers
+    many.idle_from = many.idle_until = stream.stamp();
+    many.statistics.mean_cosines = {0.5};
+    many.log = LogReport{{{1, 4096}, {3, 512}}, false, 3, 1.5};
+    write_sync(logger, many, 0);
+    write_event(logger, 20, {"late", {}, 2, "is late", false});
     logger.end({21, 9.5, 1, 2, 0.75, 0.5});
     const std::vector<std::string> expected = {
         R"({"type":"run","version":2,"time":T,"unix_time":T,"worker":0,"rank":0,"workers":2,"ranks":1,)"
@@ -93,8 +112,8 @@ TEST(Logger, metrics_hold_every_field_one_object_a_line) {
         R"({"type":"eval","step":1,"time":T,"loss":4.25})",
         R"({"type":"hellaswag","step":1,"time":T,"accuracy":0.28125,"examples":10042})",
         R"({"type":"sync","sync":7,"fragment":2,"send_step":20,"apply_step":23,"time":T,)"
-        R"("bytes_sent":6000000000,"bytes_received":5,"wire_seconds":0.125,"waited_seconds":0.5,)"
-        R"("global_hash":"fedcba9876543210","staleness":3,"delta_norm":0.5,"mean_norm":0.25,)"
+        R"("bytes_sent":6000000000,"bytes_received":5,"wire_seconds":0.125,"waited_seconds":)" +
+            format("%.9g", two.waited_seconds()) + R"(,"global_hash":"fedcba9876543210","staleness":3,"delta_norm":0.5,"mean_norm":0.25,)"
         R"("quantization_error":0.0625,"cosines":[1,null,-0.125],"mean_cosines":null,)"
         R"("contributors":null,"contributor_tokens":null,"decider":null,"grace_seconds":null,)"
         R"("counted":null})",
@@ -212,10 +231,7 @@ TEST(Logger, a_resumed_run_goes_on_without_what_it_does_again) {
             StepMetrics step;
             step.step = n;
             logger.step(step);
-            SyncMetrics sync;
-            sync.sync = n - 2;  // in flight for two steps
-            sync.apply_step = n;
-            if (n > 2) { logger.sync(sync); }
+            if (n > 2) { write_sync(logger, n - 2, n); }  // in flight for two steps
             logger.eval(n, double(n));
             logger.hellaswag(n, 0.25, 10);
             if (n % 3 == 0) { logger.checkpoint(n, 0.5); }
@@ -262,19 +278,13 @@ TEST(Logger, a_run_that_goes_on_with_fewer_processes_keeps_what_the_others_have_
 
 TEST(Logger, syncs_are_kept_by_the_step_that_merged_them_for_other_fragments_have_other_numbers) {
     TemporaryFolder folder;
-    auto write = [](Logger& logger, long number, long apply_step) {
-        SyncMetrics sync;
-        sync.sync = number;
-        sync.apply_step = apply_step;
-        logger.sync(sync);
-    };
     {
         Logger logger(folder.name(), 0, 1);
         logger.run({});
-        for (long step : {1, 2, 3}) { write(logger, 40 + step, step); }
-        for (long step : {4, 5, 6}) { write(logger, 3 + step, step); }  // of a resume with fewer fragments
-        write(logger, 10, 6);                                           // at the end of that run
-        write(logger, 10, 7);
+        for (long step : {1, 2, 3}) { write_sync(logger, 40 + step, step); }
+        for (long step : {4, 5, 6}) { write_sync(logger, 3 + step, step); }  // of a resume with fewer fragments
+        write_sync(logger, 10, 6);                                           // at the end of that run
+        write_sync(logger, 10, 7);
     }
     const std::vector<std::string> whole = without_times(folder / "metrics.jsonl");
     Logger logger(folder.name(), 0, 1, true, LogCut{6, 10, true});
@@ -287,16 +297,16 @@ TEST(Logger, events_that_are_not_done_again_are_kept) {
     {
         Logger logger(folder.name(), 1, 2);
         logger.run({});
-        logger.event({0, "starts", {}, 1, "starts as 1.1"});
-        logger.event({4, "late", 7, 0, "is late"});
-        logger.event({5, "applied", 2, 1, "applies sync 2"});
-        logger.event({5, "applied", 3, 1, "applies sync 3"});  // at the end of an earlier, shorter run
-        logger.event({6, "decided", 7, 1, "decides sync 7"});
-        logger.event({6, "gone", {}, 0, "is gone"});
-        logger.event({6, "applied", 2, 1, "applies sync 2"});
-        logger.event({6, "applied", 3, 1, "applies sync 3"});
-        logger.event({7, "back", {}, 0, "is back"});
-        logger.event({7, "applied", 2, 1, "applies sync 2"});
+        write_event(logger, 0, {"starts", {}, 1, "starts as 1.1", false});
+        write_event(logger, 4, {"late", 7, 0, "is late", false});
+        write_event(logger, 5, {"applied", 2, 1, "applies sync 2", false});
+        write_event(logger, 5, {"applied", 3, 1, "applies sync 3", false});  // of an earlier, shorter run
+        write_event(logger, 6, {"decided", 7, 1, "decides sync 7", false});
+        write_event(logger, 6, {"gone", {}, 0, "is gone", false});
+        write_event(logger, 6, {"applied", 2, 1, "applies sync 2", false});
+        write_event(logger, 6, {"applied", 3, 1, "applies sync 3", false});
+        write_event(logger, 7, {"back", {}, 0, "is back", false});
+        write_event(logger, 7, {"applied", 2, 1, "applies sync 2", false});
     }
     const std::vector<std::string> whole = without_times(folder / "metrics_00001.jsonl");
     { Logger logger(folder.name(), 1, 2, true, LogCut{6, 3, true}); }
