@@ -231,29 +231,22 @@ private:
 
     // "; worker 1 has --inner-steps 50, worker 0 has 100" for each option that differs.
     std::string differences(const OptionList& ours, const OptionList& theirs, int them) const {
-        const std::string who = ranks == 1 ? format("worker %d", them) : member(them);
-        const std::string we = ranks == 1 ? "worker 0" : member(0);
-        auto find = [](const OptionList& list, const std::string& option) {
-            return std::find_if(list.begin(), list.end(),
-                                [&](const auto& entry) { return entry.first == option; });
-        };
-        auto shown = [](const std::string& value) { return value.empty() ? std::string("none") : value; };
+        auto speaker = [&](int i) { return ranks == 1 ? format("worker %d", i) : member(i); };
+        auto shown = [](const std::string& value) { return value.empty() ? "none" : value; };
         std::string text;
-        auto add = [&](const std::string& one, const auto& entry, const std::string& rest) {
-            text += "; " + one + " has " + entry.first + " " + shown(entry.second) + ", " + rest;
-        };
-        for (const auto& entry : theirs) {
-            const auto own = find(ours, entry.first);
-            if (own == ours.end()) {
-                add(who, entry, "which " + we + " does not use");
-            } else if (own->second != entry.second) {
-                add(who, entry, we + " has " + shown(own->second));
+        auto add = [&](int one, const OptionList& options, int other, const OptionList& others) {
+            for (const auto& option : options) {
+                const auto found = std::find_if(others.begin(), others.end(), [&](const auto& entry) {
+                    return entry.first == option.first;
+                });
+                if (found != others.end() && (one == 0 || found->second == option.second)) { continue; }
+                text += "; " + speaker(one) + " has " + option.first + " " + shown(option.second) + ", " +
+                        (found == others.end() ? "which " + speaker(other) + " does not use"
+                                               : speaker(other) + " has " + shown(found->second));
             }
-        }
-        for (const auto& entry : ours) {
-            const bool is_known = find(theirs, entry.first) != theirs.end();
-            if (!is_known) { add(we, entry, "which " + who + " does not use"); }
-        }
+        };
+        add(them, theirs, 0, ours);
+        add(0, ours, them, theirs);  // only what they do not use: the rest is said
         return text;
     }
 };
