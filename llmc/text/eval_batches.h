@@ -6,7 +6,8 @@
 //     EvalBatches batches(set, B, max_T, rank, ranks);
 //     batches.score_all([&](const EvalBatch& batch, float* losses) { ... the loss of each target: (B,T) });
 //
-// Rank i mod R takes example i. The accuracy is the sum of all ranks' correct() over the number of examples.
+// Rank i mod R takes example i. The accuracy is the sum of all ranks' right answers over the number of
+// examples.
 #pragma once
 #include <algorithm>
 #include <limits>
@@ -33,24 +34,40 @@ public:
     // sequence is too long.
     EvalBatches(const EvalSet& set, int B, int max_T, int rank, int ranks) : set(set), B(B) {
         set.check_fits(max_T);
-        long sequences = 0;
         for (long i = rank; i < set.size(); i += ranks) {
             const EvalExample example = set.example(i);
             const int positions = int(example.longest_sequence()) - 1;  // the last token is a target alone
             order.push_back({i, std::min((positions + T_step - 1) / T_step * T_step, max_T)});
-            sequences += long(example.completions.size());
         }
         // Sequences of similar length share a batch. The longest come first: if memory is too small, it is
         // now.
         std::stable_sort(order.begin(), order.end(),
                          [](const Place& a, const Place& b) { return a.T > b.T; });
-        batches = (sequences + B - 1) / B;
     }
 
-    long size() const { return batches; }
+    // Scores all batches; losses_of(batch, losses) fills the losses (B,T) of one. Returns how many of this
+    // rank's examples the model got right. To be called once.
+    template <class LossesOf>
+    float score_all(LossesOf losses_of) {
+        std::vector<float> losses;
+        while (next_place < order.size()) {
+            const EvalBatch batch = next();
+            losses.resize(batch.targets.size());
+            losses_of(batch, losses.data());
+            score(batch, losses.data());
+        }
+        return float(correct);
+    }
 
-    // The next of size() batches. T differs between batches, but is a multiple of T_step, so that few matmul
-    // shapes occur.
+private:
+    static constexpr int T_step = 64;
+
+    struct Place {
+        long example;
+        int T;
+    };
+
+    // The next batch. T differs between batches, but is a multiple of T_step: few matmul shapes occur.
     EvalBatch next() {
         const int T = order.at(next_place).T;
         const size_t count = size_t(B) * size_t(T);
@@ -66,7 +83,7 @@ public:
         return batch;
     }
 
-    // Scores the losses of a batch. Each batch is scored once, in order.   losses: (B,T) of that batch
+    // losses: (B,T) of the batch
     void score(const EvalBatch& batch, const float* losses) {
         for (const EvalBatch::Row& row : batch.rows) {
             double sum = 0;
@@ -75,31 +92,6 @@ public:
             choose(row, sum / (row.end - row.begin));
         }
     }
-
-    // Scores all batches; losses_of(batch, losses) fills the losses (B,T) of one.   returns correct()
-    template <class LossesOf>
-    float score_all(LossesOf losses_of) {
-        std::vector<float> losses;
-        for (long i = 0; i < size(); i++) {
-            const EvalBatch batch = next();
-            losses.resize(size_t(batch.B) * size_t(batch.T));
-            losses_of(batch, losses.data());
-            score(batch, losses.data());
-        }
-        return float(correct());
-    }
-
-    // Examples whose completions have all been scored, and those of them that the model got right.
-    long counted() const { return examples_counted; }
-    long correct() const { return examples_correct; }
-
-private:
-    static constexpr int T_step = 64;
-
-    struct Place {
-        long example;
-        int T;
-    };
 
     // Adds the next completion.
     void add_row(EvalBatch& batch) const {
@@ -125,19 +117,15 @@ private:
             lowest = loss;
             chosen = row.completion;
         }
-        if (row.is_last) {
-            examples_counted++;
-            examples_correct += chosen == row.label;
-        }
+        correct += row.is_last && chosen == row.label;
     }
 
     const EvalSet& set;
     int B;
-    long batches;
     std::vector<Place> order;  // this rank's examples
     size_t next_place = 0, next_completion = 0;
     EvalExample current;  // the example at next_place, unless next_completion is 0
     double lowest = 0;    // loss of the current example's completions so far
     int chosen = -1;
-    long examples_counted = 0, examples_correct = 0;
+    long correct = 0;  // examples that the model got right
 };

@@ -51,9 +51,6 @@ public:
 
     long size() const { return long(begins.size()) - 1; }
 
-    // Tokens of the longest sequence to evaluate.
-    int longest_sequence() const { return int(longest); }
-
     // UserError if a sequence of this set is longer than T tokens.
     void check_fits(int T) const {
         if (longest <= size_t(T)) { return; }

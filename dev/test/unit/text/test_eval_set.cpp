@@ -74,7 +74,6 @@ TEST(EvalSet, says_whether_its_longest_sequence_fits) {
     TemporaryFolder folder;
     write_bytes(folder / "set.bin", eval_file({first_example, second_example}));
     const EvalSet set(folder / "set.bin", vocabulary);
-    EXPECT_EQ(set.longest_sequence(), 3 + 4);
     EXPECT_NO_THROW(set.check_fits(7));
     const std::string message = user_error([&] { set.check_fits(6); });
     EXPECT_TRUE(
@@ -154,17 +153,25 @@ const Words by_hand[] = {{0, 1, 3, 2, 10, 11, 1, 20, 2, 21, 22, 3, 23, 24, 25},
                          {1, 0, 2, 1, 5, 2, 30, 31, 1, 32},
                          {2, 3, 4, 3, 1, 2, 3, 1, 40, 1, 41, 1, 42, 2, 43, 44}};
 
-// Losses by target; NaN where a loss does not count and must not matter.
+// Fills in losses by target; NaN where a loss does not count and must not matter.   losses: (B,T)
 template <typename Loss>
-std::vector<float> losses_of(const EvalBatch& batch, Loss loss) {
-    std::vector<float> losses(batch.targets.size(), std::nanf(""));
+void fill_in(const EvalBatch& batch, float* losses, Loss loss) {
+    std::fill_n(losses, batch.targets.size(), std::nanf(""));
     for (size_t r = 0; r < batch.rows.size(); r++) {
         for (int t = batch.rows[r].begin; t < batch.rows[r].end; t++) {
             const size_t i = r * size_t(batch.T) + size_t(t);
             losses[i] = loss(batch.targets[i]);
         }
     }
-    return losses;
+}
+
+// The batches of one rank.
+std::vector<EvalBatch> batches_of(const EvalSet& set, int B, int max_T, int rank, int ranks) {
+    std::vector<EvalBatch> all;
+    EvalBatches(set, B, max_T, rank, ranks).score_all([&](const EvalBatch& batch, float*) {
+        all.push_back(batch);
+    });
+    return all;
 }
 
 // {correct, counted} over all ranks.
@@ -173,12 +180,10 @@ std::pair<long, long> score_of(const EvalSet& set, int B, int max_T, int ranks, 
     long correct = 0, counted = 0;
     for (int rank = 0; rank < ranks; rank++) {
         EvalBatches batches(set, B, max_T, rank, ranks);
-        for (long i = 0; i < batches.size(); i++) {
-            const EvalBatch batch = batches.next();
-            batches.score(batch, losses_of(batch, loss).data());
-        }
-        correct += batches.correct();
-        counted += batches.counted();
+        correct += long(batches.score_all([&](const EvalBatch& batch, float* losses) {
+            fill_in(batch, losses, loss);
+            for (const EvalBatch::Row& row : batch.rows) { counted += row.is_last; }
+        }));
     }
     return {correct, counted};
 }
@@ -226,9 +231,9 @@ TEST_F(EvalBatchesTest, losses_that_are_not_numbers_are_never_right) {
 
 TEST_F(EvalBatchesTest, a_row_is_context_and_completion_and_its_targets_are_one_token_ahead) {
     const EvalSet set(folder / "set.bin", vocabulary);
-    EvalBatches batches(set, 4, 64, 0, 1);
-    ASSERT_EQ(batches.size(), 3);  // 9 sequences
-    const EvalBatch first = batches.next();
+    const std::vector<EvalBatch> batches = batches_of(set, 4, 64, 0, 1);
+    ASSERT_EQ(batches.size(), 3u);  // 9 sequences
+    const EvalBatch &first = batches[0], &last = batches[2];
     ASSERT_EQ(first.B, 4);
     ASSERT_EQ(first.T, 64);
     ASSERT_EQ(first.rows.size(), 4u);
@@ -246,8 +251,6 @@ TEST_F(EvalBatchesTest, a_row_is_context_and_completion_and_its_targets_are_one_
     EXPECT_EQ(row(first.inputs, 3), padded({5, 30}));
     EXPECT_EQ(row(first.targets, 3), padded({30, 31}));
     EXPECT_EQ(first.rows[3].begin, 0);
-    batches.next();
-    const EvalBatch last = batches.next();
     ASSERT_EQ(last.rows.size(), 1u);
     EXPECT_EQ(row(last.targets, 0), padded({2, 3, 43, 44}));
     for (size_t r = 1; r < 4; r++) { EXPECT_EQ(row(last.inputs, r), padded({})); }
@@ -267,15 +270,15 @@ TEST_F(EvalBatchesTest, each_sequence_is_evaluated_once) {
         for (int ranks : {1, 2, 5}) {
             std::multiset<int> completions;
             for (int rank = 0; rank < ranks; rank++) {
-                EvalBatches batches(set, B, 150, rank, ranks);
                 int T = 150;
-                for (long i = 0; i < batches.size(); i++) {
-                    const EvalBatch batch = batches.next();
+                for (const EvalBatch& batch : batches_of(set, B, 150, rank, ranks)) {
                     EXPECT_TRUE(batch.T == 64 || batch.T == 128 || batch.T == 150);
                     EXPECT_LE(batch.T, T);
                     T = batch.T;
                     EXPECT_EQ(batch.inputs.size(), size_t(B * T));
-                    losses_of(batch, [&](int token) { return float(*completions.insert(token)); });
+                    std::vector<float> losses(batch.targets.size());
+                    fill_in(batch, losses.data(),
+                            [&](int token) { return float(*completions.insert(token)); });
                     for (const EvalBatch::Row& row : batch.rows) { EXPECT_LE(row.end, T); }
                 }
             }
@@ -288,8 +291,8 @@ TEST_F(EvalBatchesTest, each_sequence_is_evaluated_once) {
 TEST_F(EvalBatchesTest, a_set_that_does_not_fit_is_refused_and_a_rank_without_examples_has_no_batch) {
     const EvalSet set(folder / "set.bin", vocabulary);
     EXPECT_TRUE(contains(user_error([&] { EvalBatches(set, 4, 4, 0, 1); }), "raise -t"));
-    EXPECT_EQ(EvalBatches(set, 4, 5, 0, 1).next().T, 5);
-    EXPECT_EQ(EvalBatches(set, 4, 64, 3, 4).size(), 0);
+    EXPECT_EQ(batches_of(set, 4, 5, 0, 1)[0].T, 5);
+    EXPECT_TRUE(batches_of(set, 4, 64, 3, 4).empty());
 }
 
 }  // namespace test_eval_set
