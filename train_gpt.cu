@@ -988,7 +988,7 @@ int main(int argc, char** argv) {
         check_outer_transport(options.diloco.transport);
         validate(options.diloco, options.diloco.streams() ? options.max_steps : -1, options.workers);
         check_memory(options, outer_bytes);
-        Process process = launch(launch_options(options), argv);
+        Process process = launch(options, options.resume && has_begun(options), argv);
         const SignalThread signals(!has_launcher() && !options.output.empty());
         if (process.restart > 0 && !options.output.empty()) { options.resume = 1; }
         return train(options, process);

@@ -24,30 +24,17 @@
 
 #include "llmc/error.h"
 #include "llmc/run/launcher.h"
+#include "llmc/run/options.h"
 #include "llmc/run/process.h"
 #include "llmc/run/store.h"
 #include "llmc/run/world.h"
 
-struct LaunchOptions {
-    int workers = 1, ranks = 1;
-    int worker = -1;        // -1: not given
-    std::string store;      // URL; empty: not given, see store_url()
-    std::string interface;  // of the network between workers; empty: the one that leads to the store
-    std::string run_name = "diloco";
-    double timeout = 600;
-    bool stops_gracefully = false;  // the processes handle a request to stop (stop.h)
-    std::optional<World> world{};   // of -pn and -pr; otherwise the environment may have one
-    bool elastic = false;           // each worker is a run of its own: see Process
-    int restarts = 0;               // by the launcher, of an elastic worker that has failed; at most
-    bool resumes = false;           // its processes wait for a store that is away
-};
-
 // Where processes meet; empty: not given.
-inline std::string store_url(const LaunchOptions& o) {
+inline std::string store_url(const Options& o) {
     return o.store.empty() ? environment("DILOCO_STORE") : o.store;
 }
 
-inline void check_launch_options(const LaunchOptions& o) {
+inline void check_launch_options(const Options& o) {
     if (o.workers < 1 || o.ranks < 1) {
         throw UserError("--workers and --ranks must be at least 1: correct them");
     }
@@ -70,7 +57,7 @@ struct Place {
 };
 
 // UserError unless the world has as many processes as the options say.
-inline void check_world(const World& world, const LaunchOptions& o, long expected) {
+inline void check_world(const World& world, const Options& o, long expected) {
     if (world.size != expected) {
         const std::string what =
             o.worker >= 0 ? format("worker %d has %d ranks", o.worker, o.ranks)
@@ -86,9 +73,9 @@ inline void check_world(const World& world, const LaunchOptions& o, long expecte
 
 // The folder in which processes meet that were all started on this machine: it belongs to this user and their
 // job. Empty if they were not, and for elastic workers, whose log must outlive the job.
-inline std::string job_folder(const World& world, const LaunchOptions& o) {
+inline std::string job_folder(const World& world, const Options& o) {
     const bool others_elsewhere = o.worker >= 0 && o.workers > 1;
-    const bool is_usable = world.is_on_one_machine() && !others_elsewhere && !o.elastic;
+    const bool is_usable = world.is_on_one_machine() && !others_elsewhere && !o.diloco.is_elastic();
     if (world.job.empty() || !is_usable) { return ""; }
     const std::string parent = environment("TMPDIR");
     const uint64_t hash = XXH3_64bits(world.job.data(), world.job.size());
@@ -96,7 +83,7 @@ inline std::string job_folder(const World& world, const LaunchOptions& o) {
            format("/diloco-%ld-%016llx", long(geteuid()), (unsigned long long)hash);
 }
 
-inline Place place_in_world(const World& world, const LaunchOptions& o, bool needs_store) {
+inline Place place_in_world(const World& world, const Options& o, bool needs_store) {
     Place place;
     if (needs_store) {
         place.folder = job_folder(world, o);
@@ -112,13 +99,13 @@ inline Place place_in_world(const World& world, const LaunchOptions& o, bool nee
     place.rank = number % o.ranks;
     place.local_rank = world.local_rank;
     // If the other workers are, or may be, other jobs, the job does not identify the run.
-    if (o.worker < 0 && !o.elastic) { place.job = world.job; }
+    if (o.worker < 0 && !o.diloco.is_elastic()) { place.job = world.job; }
     place.started_by = world.program;
     return place;
 }
 
 // From the environment and the options. UserError if they contradict each other.
-inline Place find_place(const LaunchOptions& o) {
+inline Place find_place(const Options& o) {
     check_launch_options(o);
     Place place;
     if (has_launcher()) {
@@ -128,11 +115,11 @@ inline Place find_place(const LaunchOptions& o) {
         return place;
     }
     const long expected = o.worker >= 0 ? o.ranks : long(o.workers) * o.ranks;
-    const bool has_others = o.elastic || long(o.workers) * o.ranks > 1;
+    const bool has_others = o.diloco.is_elastic() || long(o.workers) * o.ranks > 1;
     const bool needs_store = store_url(o).empty() && has_others;
     const std::optional<World> world = o.world ? o.world : find_world(expected);
     if (world) {
-        if (o.restarts > 0) {
+        if (o.elastic.restarts > 0) {
             throw UserError(
                 "--restart is for processes that this program starts: leave it out, or start one "
                 "for each worker (--worker W)");
@@ -147,7 +134,7 @@ inline Place find_place(const LaunchOptions& o) {
     }
     place.worker = std::max(o.worker, 0);
     // An elastic worker that is alone here may need a launcher for its restarts, or for the store.
-    place.starts_others = expected > 1 || (o.elastic && (o.restarts > 0 || needs_store));
+    place.starts_others = expected > 1 || (o.diloco.is_elastic() && (o.elastic.restarts > 0 || needs_store));
     for (const char* name : {"PMI_RANK", "PMIX_RANK", "PALS_RANKID", "FLUX_TASK_RANK"}) {
         if (o.worker >= 0 || !place.starts_others || number_or_zero(name) == 0) { continue; }
         throw UserError(format("%s says that another launcher than torchrun, mpirun or srun has started this "
@@ -184,12 +171,12 @@ private:
 };
 
 // The runs to start here: one, or one for each elastic worker.
-inline std::vector<LaunchedRun> runs_to_start(const LaunchOptions& o) {
+inline std::vector<LaunchedRun> runs_to_start(const Options& o) {
     std::vector<LaunchedRun> runs;
     int number = 0;
     for (int worker = 0; worker < o.workers; worker++) {
         if (o.worker >= 0 && o.worker != worker) { continue; }
-        if (runs.empty() || o.elastic) { runs.emplace_back(Restarts(o.restarts)); }
+        if (runs.empty() || o.diloco.is_elastic()) { runs.emplace_back(Restarts(o.elastic.restarts)); }
         std::vector<Child>& children = runs.back().children;
         for (int rank = 0; rank < o.ranks; rank++) { children.emplace_back(worker, rank, number++); }
     }
@@ -198,7 +185,8 @@ inline std::vector<LaunchedRun> runs_to_start(const LaunchOptions& o) {
 
 // Returns this process, which has not met the others yet. In a launcher it does not return but exits with its
 // status: call it before anything is written. Throws UserError.
-inline Process launch(const LaunchOptions& o, char** argv) {
+// waits_for_store: if it is away
+inline Process launch(const Options& o, bool waits_for_store, char** argv) {
     const Place place = find_place(o);
     if (place.starts_others) {
         int status;
@@ -206,7 +194,7 @@ inline Process launch(const LaunchOptions& o, char** argv) {
             std::optional<TemporaryDirectory> folder;
             if (store_url(o).empty()) { folder.emplace(); }
             const std::string store = folder ? "file:" + folder->path : store_url(o);
-            status = Launcher(runs_to_start(o), o.elastic, store, argv, o.stops_gracefully).run();
+            status = Launcher(runs_to_start(o), o.diloco.is_elastic(), store, argv, !o.output.empty()).run();
         }
         std::exit(status);
     }
@@ -220,14 +208,14 @@ inline Process launch(const LaunchOptions& o, char** argv) {
     process.ranks = o.ranks;
     process.restart = has_launcher() ? number_or_zero("DILOCO_RESTART") : 0;
     process.timeout = o.timeout;
-    process.waits_for_store = o.resumes || process.restart > 0;
+    process.waits_for_store = waits_for_store || process.restart > 0;
     process.interface = o.interface;
     process.run_name = place.job.empty() ? o.run_name : o.run_name + "." + place.job;
     // mpirun gives each process a terminal, wherever mpirun's own output goes.
     process.terminal = has_launcher() ? environment("DILOCO_TERMINAL") == "1"
                                       : place.started_by != "mpirun" && isatty(STDOUT_FILENO);
     process.store_url = has_launcher() ? environment("DILOCO_STORE") : store_url(o);
-    if (o.elastic) { process.become_elastic(); }
+    if (o.diloco.is_elastic()) { process.become_elastic(); }
     process.job_folder = place.folder;
     return process;
 }

@@ -101,12 +101,6 @@ inline std::optional<LogCut> log_cut(const Options& o, const Resumption& resumed
 // -----------------------------------------------------------------------------------------------------------
 // Before and after the training
 
-inline LaunchOptions launch_options(const Options& o) {
-    return {o.workers,         o.ranks,   o.worker,          o.store, o.interface,
-            o.run_name,        o.timeout, !o.output.empty(), o.world, o.diloco.is_elastic(),
-            o.elastic.restarts, o.resume != 0 && has_begun(o)};
-}
-
 // Before anything is written: all processes agree on the options and divide the data.
 // check_log: further checks, made by every process
 inline void agree(const Options& o, Process& process, Inputs& in, const std::function<void()>& check_log) {

@@ -172,25 +172,25 @@ static int run_alone(const std::string& mode, Process& process) {
 // Runs before main() if the environment asks for it. Then gtest never starts.
 __attribute__((constructor)) static void test_program(int argc, char** argv) {
     if (!getenv("DILOCO_TEST_PROGRAM") || argc < 6) { return; }
-    LaunchOptions options;
+    Options options;
     options.workers = atoi(argv[2]);
     options.ranks = atoi(argv[3]);
     options.worker = atoi(argv[4]);
     options.store = argv[5];
     options.timeout = 20;
     const std::string mode = argv[1];
-    options.stops_gracefully = mode.rfind("stop", 0) == 0 || mode == "worker 1 waits";
+    if (mode.rfind("stop", 0) == 0 || mode == "worker 1 waits") { options.output = "log"; }
     const char* restarts = getenv("DILOCO_TEST_RESTARTS");
     if (getenv("DILOCO_TEST_PATIENCE")) { Launcher::reader_patience = atof(getenv("DILOCO_TEST_PATIENCE")); }
-    options.elastic = restarts != nullptr;
-    options.restarts = restarts ? atoi(restarts) : 0;
+    if (restarts) { options.diloco.transport = "store"; }
+    options.elastic.restarts = restarts ? atoi(restarts) : 0;
     int status = 0;
     try {
-        Process process = launch(options, argv);
+        Process process = launch(options, false, argv);
         try {
             if (mode.rfind("stop ", 0) == 0) {
                 status = train_until_stopped(mode, process);
-            } else if (options.elastic) {
+            } else if (options.diloco.is_elastic()) {
                 status = run_alone(mode, process);
             } else {
                 run_mode(mode, process);
@@ -1127,7 +1127,7 @@ TEST(Leaving, waits_for_all_and_reports_one_that_has_failed_instead) {
 // Places
 
 // The place of a process in which a launcher has set these variables and no others.
-static Place place_in(const Variables& variables, const LaunchOptions& options) {
+static Place place_in(const Variables& variables, const Options& options) {
     const LaunchEnvironment environment(variables);
     return find_place(options);
 }
@@ -1144,7 +1144,7 @@ class Environments : public testing::TestWithParam<EnvironmentCase> {};
 
 TEST_P(Environments, say_the_place) {
     const EnvironmentCase& c = GetParam();
-    LaunchOptions options;
+    Options options;
     options.workers = c.workers;
     options.ranks = c.ranks;
     options.worker = c.worker;
@@ -1277,7 +1277,7 @@ static World flagged(long number, long size) {
 }
 
 TEST(FlaggedWorld, numbers_processes_as_an_environment_does) {
-    LaunchOptions options;
+    Options options;
     options.workers = options.ranks = 2;
     options.store = "file:/tmp/x";
     options.world = flagged(3, 4);
@@ -1289,7 +1289,7 @@ TEST(FlaggedWorld, numbers_processes_as_an_environment_does) {
 }
 
 TEST(FlaggedWorld, needs_a_store_and_as_many_processes_as_the_run_has) {
-    LaunchOptions options;
+    Options options;
     options.ranks = 4;
     options.world = flagged(3, 4);
     EXPECT_TRUE(contains(user_error([&] { place_in({}, options); }),
@@ -1302,14 +1302,14 @@ TEST(FlaggedWorld, needs_a_store_and_as_many_processes_as_the_run_has) {
 // -----------------------------------------------------------------------------------------------------------
 // Meeting in a job's folder
 
-static LaunchOptions ranks(int count) {
-    LaunchOptions options;
+static Options ranks(int count) {
+    Options options;
     options.ranks = count;
     return options;
 }
 
 // Where processes with these variables meet, in $TMPDIR.
-static std::string folder_in(const Variables& variables, const LaunchOptions& options) {
+static std::string folder_in(const Variables& variables, const Options& options) {
     return place_in(variables, options).folder;
 }
 
@@ -1338,7 +1338,7 @@ TEST(JobFolder, is_of_the_job_where_all_its_processes_are_on_this_machine) {
 
 TEST(JobFolder, is_none_where_a_store_is_given_or_none_is_needed) {
     const Variables mpi = joined(mpirun("1", "4"), {{"OMPI_COMM_WORLD_LOCAL_SIZE", "4"}});
-    LaunchOptions options = ranks(4);
+    Options options = ranks(4);
     options.store = "file:/tmp/x";
     EXPECT_EQ(folder_in(mpi, options), "");
     EXPECT_EQ(folder_in(joined(mpi, {{"DILOCO_STORE", "file:/tmp/x"}}), ranks(4)), "");
@@ -1348,12 +1348,12 @@ TEST(JobFolder, is_none_where_a_store_is_given_or_none_is_needed) {
 
 TEST(JobFolder, does_not_replace_a_store_for_several_machines_nameless_jobs_and_workers_elsewhere) {
     const Variables mpi = joined(mpirun("1", "4"), {{"OMPI_COMM_WORLD_LOCAL_SIZE", "4"}});
-    LaunchOptions elsewhere = ranks(4);
+    Options elsewhere = ranks(4);
     elsewhere.workers = 2;
     elsewhere.worker = 0;
     const Variables mpich = {
         {"PMI_RANK", "1"}, {"PMI_SIZE", "4"}, {"MPI_LOCALRANKID", "1"}, {"MPI_LOCALNRANKS", "4"}};
-    using Case = std::pair<Variables, LaunchOptions>;
+    using Case = std::pair<Variables, Options>;
     for (const Case& c : {Case{joined(mpirun("1", "4"), {{"OMPI_COMM_WORLD_LOCAL_SIZE", "2"}}), ranks(4)},
                           Case{joined(srun("1", "4"), {{"SLURM_NNODES", "2"}}), ranks(4)},
                           Case{mpirun("1", "4"), ranks(4)}, Case{mpich, ranks(4)}, Case{mpi, elsewhere}}) {
@@ -1413,13 +1413,13 @@ TEST(JobStore, does_not_use_what_others_may_write_to) {
 // -----------------------------------------------------------------------------------------------------------
 // Places of elastic workers
 
-static LaunchOptions elastic(int workers, int worker, bool has_store, int restarts = 0) {
-    LaunchOptions options;
+static Options elastic(int workers, int worker, bool has_store, int restarts = 0) {
+    Options options;
     options.workers = workers;
     options.worker = worker;
     if (has_store) { options.store = "file:/tmp/x"; }
-    options.elastic = true;
-    options.restarts = restarts;
+    options.diloco.transport = "store";
+    options.elastic.restarts = restarts;
     return options;
 }
 
@@ -1446,7 +1446,7 @@ TEST(ElasticPlaces, processes_of_other_launchers_need_a_store_and_have_no_restar
 // Local ranks
 
 static int local_rank_in(const Variables& variables) {
-    LaunchOptions options;
+    Options options;
     options.workers = options.ranks = 2;
     options.store = "file:/tmp/x";
     return place_in(variables, options).local_rank;
