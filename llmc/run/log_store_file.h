@@ -225,17 +225,14 @@ private:
                       std::map<std::string, std::string>& found) const {
         for (const auto& [name, is_folder] : names_in(path)) {
             if (!is_folder) {
-                if (path != root && begins_with(folder, text)) { found[folder]; }
+                if (path != root && folder.rfind(text, 0) == 0) { found[folder]; }
                 continue;
             }
             const std::string inner = path == root ? name : folder + "/" + name;
-            if (begins_with(inner, text) || begins_with(text, inner + "/")) {
+            if (inner.rfind(text, 0) == 0 || text.rfind(inner + "/", 0) == 0) {
                 find_folders(path + "/" + file_name_of(name), inner, text, found);
             }
         }
-    }
-    static bool begins_with(const std::string& whole, const std::string& part) {
-        return whole.compare(0, part.size(), part) == 0;
     }
 
     void remove_values(const std::string& folder, const NamesInFolder& names) const {
