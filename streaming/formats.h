@@ -144,11 +144,6 @@ auto with_format(Format format, Use use) {
     return use(Fp32());
 }
 
-const Format all_formats[] = {Format::fp4,      Format::fp4_e2m1, Format::fp8_e4m3,
-                              Format::fp8_e5m2, Format::bf16,     Format::fp32};
-
-inline std::string name_of(Format format) { return format_names[size_t(format)]; }
-
 inline Format parse_format(const std::string& name) {
     return Format(place_of(name, format_names, "number format"));
 }

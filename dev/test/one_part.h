@@ -1,6 +1,7 @@
 // quantize() and dequantize_mean() of a fragment of n values in one part, without weights: for tests and
 // benchmarks.
 #pragma once
+#include "dev/test/formats.h"
 #include "streaming/quantize.h"
 
 namespace cpu {

@@ -14,7 +14,7 @@ const std::vector<Piece> pieces = {{0, 2 * quantization_block, 1000},
 
 struct Setup {
     explicit Setup(uint8_t code) : workers(code / 24 % 2 == 0 ? 2 : 9) {
-        wire.format = all_formats[code % 6];
+        wire.format = Format(code % 6);
         wire.exchange = code / 6 % 2 == 0 ? ExchangeKind::all_gather : ExchangeKind::all_to_all;
         wire.token_weights = code / 12 % 2 == 1;
         wire.error_feedback = true;

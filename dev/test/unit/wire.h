@@ -1,5 +1,6 @@
 // Gives DilocoOptions the words for a WireOptions.
 #pragma once
+#include "dev/test/formats.h"
 #include "streaming/exchange.h"
 #include "streaming/options.h"
 

@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "dev/test/formats.h"
 #include "llmc/random.h"
-#include "streaming/formats.h"
 
 namespace test_formats {
 
