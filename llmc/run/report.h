@@ -5,7 +5,6 @@
 #include <cmath>
 #include <cstdio>
 #include <optional>
-#include <set>
 #include <string>
 #include <vector>
 
@@ -250,26 +249,3 @@ private:
     long measured_steps = 0;               // by this process, since it started
     double measured_seconds = 0, first_seconds = 0;
 };
-
-// Ends the run with a RunError if a loss is not finite, and says what to do. A resume takes the newest step
-// of which every process has a checkpoint, so the state that produced this loss must be deleted. name: of the
-// loss   step: the parameters after this step gave it   folder: of the checkpoints
-inline void check_loss(float loss, const std::string& name, long step, const std::string& folder,
-                       const Process& process, const std::string& lineage, bool has_checkpoints) {
-    if (std::isfinite(loss)) { return; }
-    const std::string what = name + (std::isnan(loss) ? " is not a number: " : " is infinite: ");
-    const CheckpointFolder files(folder, process);
-    std::set<long> good;
-    if (has_checkpoints) { good = files.whole_steps(lineage); }
-    good.erase(good.lower_bound(step), good.end());
-    if (good.empty()) {
-        throw RunError(what + "start again with a lower -l or a longer -u (there is no earlier checkpoint)");
-    }
-    const bool is_suspect_there = !first_that_exists({files.state(step)}).empty();
-    const std::string suspect = folder + format("/state_%08ld_*.bin", step);
-    throw RunError(
-        what + (is_suspect_there ? "remove " + suspect + ", then " : "") +
-        format("resume (-y 1) from the last good checkpoint, of step %ld, with a lower -l or -sg 4: "
-               "unchanged, the run would do the same again",
-               *good.rbegin()));
-}

@@ -6,10 +6,12 @@
 
 #include <cerrno>
 #include <climits>
+#include <cmath>
 #include <filesystem>
 #include <functional>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -204,9 +206,25 @@ struct Session {
     bool is_first_worker() const { return process.worker == process.first_worker; }
     bool is_first() const { return process.rank == 0 && is_first_worker(); }
 
-    // Ends the run if a loss is not finite.   step: the parameters after this step gave the loss
+    // RunError if a loss is not finite, which says what to do. A resume takes the newest step of which every
+    // process has a checkpoint, so the state that produced this loss must be deleted.
+    // step: the parameters after this step gave the loss
     void check_loss(float loss, const std::string& name, long step) const {
-        ::check_loss(loss, name, step, folder, process, resumed.lineage, !options.output.empty());
+        if (std::isfinite(loss)) { return; }
+        const std::string what = name + (std::isnan(loss) ? " is not a number: " : " is infinite: ");
+        const CheckpointFolder files(folder, process);
+        std::set<long> good;
+        if (!options.output.empty()) { good = files.whole_steps(resumed.lineage); }
+        good.erase(good.lower_bound(step), good.end());
+        if (good.empty()) {
+            throw RunError(what +
+                           "start again with a lower -l or a longer -u (there is no earlier checkpoint)");
+        }
+        const bool is_suspect_there = !first_that_exists({files.state(step)}).empty();
+        const std::string suspect = folder + format("/state_%08ld_*.bin", step);
+        throw RunError(what + (is_suspect_there ? "remove " + suspect + ", then " : "") +
+                       format("resume (-y 1) from the last good checkpoint, of step %ld, with a lower -l or "
+                              "-sg 4: unchanged, the run would do the same again", *good.rbegin()));
     }
 
     void validated(long step, float loss) {
