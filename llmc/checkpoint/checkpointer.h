@@ -216,7 +216,7 @@ public:
             throw RunError("it is not known whether the last checkpoint is whole: -y 1 resumes from the "
                            "newest one that is", retry_status);
         }
-        const std::string reason = failure().empty() ? "" : " (" + failure() + ")";
+        const std::string reason = why.empty() ? "" : " (" + why + ")";
         throw RunError("the last checkpoint is not whole" + reason +
                            ": correct that and resume (-y 1) from the newest checkpoint that is whole",
                        is_silent ? retry_status : 1);
@@ -232,12 +232,6 @@ public:
     bool has_failed() const {
         std::lock_guard<std::mutex> lock(mutex);
         return failed;
-    }
-
-    // Why it is not: the same words on all processes. Empty if this process does not know.
-    std::string failure() const {
-        std::lock_guard<std::mutex> lock(mutex);
-        return failed ? why : "";
     }
 
     // To be called when the loop has failed: stops writing, deletes the unfinished file and waits for no
@@ -596,7 +590,7 @@ private:
     bool failed = false;
     bool is_unknown = false;  // nobody could say whether the last checkpoint is whole
     bool is_silent = false;   // it is not, since some processes did not answer
-    std::string why;
+    std::string why;          // the same words on all processes; empty: this process does not know
     std::atomic<bool> is_abandoned{false}, is_waited_for{false};
     std::vector<std::string> messages;
     std::thread thread;

@@ -239,8 +239,6 @@ public:
                     format("%s cannot read the folder %s (%s): make it readable, or give another -o",
                            process.member(i).c_str(), view.folder.c_str(), view.trouble.c_str()));
             }
-        }
-        for (const FolderView& view : views) {
             for (const auto& [step, point] : view.done) {
                 has_done = true;
                 if (!point.lineage.empty() && step >= newest_done.step) { newest_done = point; }

@@ -269,28 +269,22 @@ struct ResumedRun {
     std::function<std::unique_ptr<StateReader>(const ResumePoint&, std::vector<std::string>& notes)> open;
 };
 
-// "lr 0.0003 -> 0.0001, ...": options whose values differ from those that the state was written with.
-inline std::string changed_options(const Fields& before, const ResumedRun& run) {
+// "lr 0.0003 -> 0.0001, ...": options whose values differ from those that the state of `step` was written
+// with. UserError for a state of the other optimizer: m and v mean something else there.
+inline std::string changed_options(const Fields& before, const ResumedRun& run, long step) {
     std::string text;
     for (const auto& [name, value] : run.options) {
         // A state without the option was written by a version that did not have it.
         const std::string old = before.has(name) ? before.word(name) : run.default_of(name);
         if (name == "resume" || old == value) { continue; }
+        if (name == "optimizer") {
+            throw UserError(format("the checkpoint in %s is of a run with --optimizer %s: resume it with "
+                                   "that, or start from its model (-e %s)", run.folder.c_str(), old.c_str(),
+                                   model_path(run.folder, step).c_str()));
+        }
         text += (text.empty() ? "" : ", ") + name + " " + old + " -> " + value;
     }
     return text;
-}
-
-// Refuses a state of the other optimizer: m and v mean something else there.
-inline void check_optimizer(const Fields& before, const ResumedRun& run, long step) {
-    const std::string name = "optimizer";
-    const std::string old = before.has(name) ? before.word(name) : run.default_of(name);
-    for (const auto& [option, value] : run.options) {
-        if (option != name || old == value) { continue; }
-        throw UserError(format("the checkpoint in %s is of a run with --optimizer %s: resume it with that, "
-                               "or start from its model (-e %s)", run.folder.c_str(), old.c_str(),
-                               model_path(run.folder, step).c_str()));
-    }
 }
 
 // How the training data differ from those of the state, and the number of steps if it follows from them.
@@ -343,8 +337,7 @@ inline void open_checkpoint(const ResumedRun& run, const ResumePoint& point, Res
     r.state = run.open(point, r.notes);
     r.fields = Fields::parse(r.state->text("fields"), r.state->path());
     const Fields saved_options = Fields::parse(r.state->text("options"), r.state->path());
-    check_optimizer(saved_options, run, point.step);
-    const std::string options = changed_options(saved_options, run);
+    const std::string options = changed_options(saved_options, run, point.step);
     if (!options.empty()) { r.notes.push_back("resumed with other options: " + options); }
     const std::string data = changed_data(r.fields, run);
     if (!data.empty()) { r.notes.push_back("resumed with " + data); }
