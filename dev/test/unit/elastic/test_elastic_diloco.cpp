@@ -680,7 +680,7 @@ void resume_in_mid_flight(bool is_counted) {
     MemoryStore store;
     Endings endings(3);
     TemporaryFolder folder;
-    std::atomic<bool> is_dead{false}, is_back{false};
+    std::atomic<bool> is_dead{false}, is_back{false}, has_sent{false};
     std::vector<uint64_t> tokens_at(size_t(plan.last) + 1);  // of worker 2, after each step
     const auto note_tokens = [&](long step, const Member& member) {  // also of steps that it may jump over now
         if (member.worker == 2) { std::fill(&tokens_at[size_t(step)], &tokens_at.back() + 1, member.tokens); }
@@ -718,6 +718,11 @@ void resume_in_mid_flight(bool is_counted) {
                 is_back = true;
             }
             if (worker != 2 && step == 30) { stand(*member, step, is_back); }
+            if (worker == 2 && step == 46) {  // the next send of fragment 1: no sooner do the others decide it
+                wait_until([&] { return store.has("/sent/6", "2."); });
+                has_sent = true;
+            }
+            if (worker != 2 && step == 45) { stand(*member, step, has_sent); }
         }
         member->finish(*member->loop, step);
         endings[size_t(worker)] = ending_of(*member);
