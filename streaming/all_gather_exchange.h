@@ -27,17 +27,22 @@ public:
     PayloadLayout layout(const Sync& sync) const override { return payload_layout(wire.format, sync.values); }
 
     void mean(float* out, const Sync& sync, Stream& main) override {
-        const PayloadLayout one = layout(sync);
         const uint8_t* received = slots.of(sync.number).received;
-        mean_of_payloads(out, weights.data(), received, one.bytes, workers, one, main);
+        mean_of_payloads(out, weights.data(), received, workers, layout(sync), main);
     }
 
 private:
+    // Also computes the sums of products of the received payloads, and a mean that they need for them alone.
     void enqueue(const Sync& sync, Slot& slot) override {
-        const size_t bytes = layout(sync).bytes;
-        comm.all_gather(slot.received, slot.sent, bytes, stream, &slot.traffic);
-        device::read_groups(slot.headers.data(), slot.received, bytes, workers, 1, stream);
-        compare(slot, layout(sync));
+        const PayloadLayout one = layout(sync);
+        comm.all_gather(slot.received, slot.sent, one.bytes, stream, &slot.traffic);
+        device::read_groups(slot.headers.data(), slot.received, one.bytes, workers, 1, stream);
+        if (has_mean_row(workers)) {
+            mean_of_payloads(own_mean, own_weights.data(), slot.received, workers, one, stream);
+        }
+        device::sum_rows(sums, partial, slot.received, one.bytes, workers, one, own_mean.data(), stream);
+        const uint8_t* bytes = reinterpret_cast<const uint8_t*>(sums.data());
+        device::read_groups(slot.sums.data(), bytes, 0, 1, row_sums(workers), stream);
     }
 
     Headers check(const Sync& sync, const Slot& slot) const override {
@@ -48,19 +53,6 @@ private:
                 {slot.sums.data(), slot.sums + sums.count()}};
     }
 
-    // The sums of products of the received payloads. On the outer stream; a mean that they need is computed
-    // there, for the sums alone.
-    void compare(Slot& slot, const PayloadLayout& layout) {
-        if (has_mean_row(workers)) {
-            mean_of_payloads(own_mean, own_weights.data(), slot.received, layout.bytes, workers, layout,
-                             stream);
-        }
-        device::sum_rows(sums, partial, slot.received, layout.bytes, workers, layout, own_mean.data(),
-                         stream);
-        const uint8_t* bytes = reinterpret_cast<const uint8_t*>(sums.data());
-        device::read_groups(slot.sums.data(), bytes, 0, 1, row_sums(workers), stream);
-    }
-
-    Buffer<double> sums;                  // of compare()
-    Buffer<float> own_mean, own_weights;  // of compare(), for more workers than most_pairwise
+    Buffer<double> sums;                  // of enqueue()
+    Buffer<float> own_mean, own_weights;  // of enqueue(), for more workers than most_pairwise
 };

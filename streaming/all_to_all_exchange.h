@@ -69,9 +69,7 @@ private:
     }
 
     PayloadLayout layout_of(long n) const { return payload_layout(wire.format, n, workers); }
-    PayloadLayout mean_layout_of(long n) const {
-        return mean_payload_layout(wire.format, n, workers, workers);
-    }
+    PayloadLayout mean_layout_of(long n) const { return mean_payload_layout(wire.format, n, workers); }
 
     // In ascending order, so that all workers compute the same.   sums: (parts, row_sums(workers))
     std::vector<double> add_parts(const double* sums) const {
@@ -94,7 +92,7 @@ private:
     // own_payload = the mean of this worker's part, from the received payloads. On the outer stream.
     void encode_mean(const Sync& sync, const uint8_t* received) {
         const PayloadLayout whole = layout(sync), own = mean_layout_of(sync.values).only(me);
-        mean_of_payloads(own_mean, weights.data(), received, whole.bytes, workers, whole.only(me), stream);
+        mean_of_payloads(own_mean, weights.data(), received, workers, whole.only(me), stream);
         double* sums = reinterpret_cast<double*>(own_payload + mean_sums_offset(workers));
         device::sum_rows(sums, partial, received, whole.bytes, workers, whole.only(me), own_mean, stream);
         device::write_mean_headers(own_payload, make_header(sync, whole, me, me, 0), received, whole.bytes,

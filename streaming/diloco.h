@@ -31,10 +31,15 @@ public:
     // outer: joins the processes that hold this shard; its rank is the worker's number
     Diloco(const DilocoOptions& options, const std::vector<Fragment>& fragments, const Layout& layout,
            int rank, Comm& outer, Stream& outer_stream)
-        : options(options), fragments(fragments), worker(outer.rank()),
-          workers(outer.size()), most(most_in_flight(fragments, options.inner_steps, options.overlap)),
-          shard(options, fragments, layout, rank, worker, most) {
-        set_up_exchange(outer, outer_stream);
+        : workers(outer.size()), most(most_in_flight(fragments, options.inner_steps, options.overlap)),
+          shard(options, fragments, layout, rank, outer.rank(), most), tokens_at_send(fragments.size()) {
+        const WireOptions& wire = shard.wire;
+        if (choose_exchange(wire, shard.values, workers) == ExchangeKind::all_gather) {
+            const long n = shard.values[size_t(shard.largest)];
+            exchange = std::make_unique<AllGatherExchange>(wire, n, most, outer, outer_stream);
+        } else {
+            exchange = std::make_unique<AllToAllExchange>(wire, shard.pieces, most, outer, outer_stream);
+        }
     }
 
     void start(const float* local, Stream& main) override {
@@ -64,8 +69,9 @@ public:
 
     Outcome after_inner_step(long step, uint64_t tokens, float* local, floatX* params,
                              Stream& main) override {
-        for (int p = 0; p < int(fragments.size()); p++) {
-            if (is_sent(fragments[p], step, options.inner_steps)) { send(p, step, tokens, local, main); }
+        for (int p = 0; p < int(shard.fragments.size()); p++) {
+            const bool sends = is_sent(shard.fragments[p], step, shard.options.inner_steps);
+            if (sends) { send(p, step, tokens, local, main); }
         }
         std::vector<SyncReport> reports = receive_due(step, local, params, main);
         shard.fetch_for(step + 1);
@@ -99,9 +105,9 @@ public:
 
     void restore(const SavedState& saved, const Fields& fields, Stream& main) override {
         refuse_elastic_state(saved, fields);
-        tokens_at_send = saved_tokens(fields, fragments.size());
-        resumed = saved_syncs(fields, long(fragments.size()), workers);
-        read_means(resumed, saved, fragments, shard.values, options.inner_steps);
+        tokens_at_send = saved_tokens(fields, shard.fragments.size());
+        resumed = saved_syncs(fields, long(shard.fragments.size()), workers);
+        read_means(resumed, saved, shard.fragments, shard.values, shard.options.inner_steps);
         shard.load(saved, main);
         exchange->owner_feedback.load(saved, "owner_residuals", main);
         in_flight.clear();
@@ -113,7 +119,7 @@ public:
     const float* global(Stream& main) override { return shard.state->global(main); }
 
 private:
-    long due_step(const Sync& sync) const { return sync.send_step + options.overlap; }
+    long due_step(const Sync& sync) const { return sync.send_step + shard.options.overlap; }
 
     // Starts the exchange of fragment p's outer gradient.   master: local in fp32 (shard_size)
     void send(int p, long step, uint64_t tokens, const float* master, Stream& main) {
@@ -161,7 +167,7 @@ private:
                           main.stamp(), 0, not_finite_of(headers)};
         report.stops = asks_to_stop(headers);
         for (const std::vector<PayloadHeader>& part : headers.sent) {
-            report.global_hash += part[size_t(worker)].hash;
+            report.global_hash += part[size_t(shard.worker)].hash;
         }
         check_agreement(headers, sync);
         if (report.applied()) {
@@ -196,21 +202,11 @@ private:
         }
         if (diverged.empty()) { return; }
         const std::string who = workers_in_words({diverged.begin(), diverged.end()});
-        const long good = sync.send_step - 2 * options.inner_steps;  // a wrong momentum shows an exchange later
+        // A wrong momentum shows an exchange later.
+        const long good = sync.send_step - 2 * shard.options.inner_steps;
         throw RunError("the global parameters of " + describe(sync) + " differ between workers, suspected: " +
                        who + ": start the run again from its last checkpoint, or, if it stops here again, " +
                        (good > 0 ? format("from one of step %ld or before", good) : "from its beginning"));
-    }
-
-    void set_up_exchange(Comm& outer, Stream& outer_stream) {
-        const WireOptions& wire = shard.wire;
-        const ExchangeKind kind = choose_exchange(wire, shard.values, workers);
-        if (kind == ExchangeKind::all_gather) {
-            const long n = shard.values[size_t(shard.largest)];
-            exchange = std::make_unique<AllGatherExchange>(wire, n, most, outer, outer_stream);
-        } else {
-            exchange = std::make_unique<AllToAllExchange>(wire, shard.pieces, most, outer, outer_stream);
-        }
     }
 
     Traffic end_exchange(const Sync& sync, bool applied, Stream& main) {
@@ -218,12 +214,10 @@ private:
         return exchange->finish(sync, applied, main);
     }
 
-    const DilocoOptions options;
-    const std::vector<Fragment> fragments;
-    const int worker, workers;  // this worker's number, and how many there are
-    const int most;             // exchanges in flight at the same time, at most
+    const int workers;
+    const int most;  // exchanges in flight at the same time, at most
     OuterShard shard;
-    std::vector<uint64_t> tokens_at_send = std::vector<uint64_t>(fragments.size());  // of each fragment
+    std::vector<uint64_t> tokens_at_send;  // of each fragment
     std::deque<Sync> in_flight;
     std::vector<SavedSync> resumed;  // in flight in the checkpoint; kept, since copies may read them
     bool stopping = false;

@@ -56,9 +56,9 @@ inline WireOptions wire_options(const DilocoOptions& options) {
 // are averaged, and the sums of products of their values (statistics.h).
 inline size_t mean_sums_offset(int workers) { return sizeof(PayloadHeader) * size_t(1 + workers); }
 
-inline PayloadLayout mean_payload_layout(Format format, long n, int workers, int parts) {
+inline PayloadLayout mean_payload_layout(Format format, long n, int workers) {
     const size_t sums = (sizeof(double) * size_t(row_sums(workers)) + 15) / 16 * 16;
-    return payload_layout(format, n, parts, 1 + workers, sums);
+    return payload_layout(format, n, workers, 1 + workers, sums);
 }
 
 // Bytes that a process sends in the exchange of a fragment of n values; in lock-step it receives as many.
@@ -66,7 +66,7 @@ inline PayloadLayout mean_payload_layout(Format format, long n, int workers, int
 inline size_t exchange_bytes(ExchangeKind kind, Format format, long n, int workers) {
     const size_t others = size_t(workers - 1);
     if (kind != ExchangeKind::all_to_all) { return others * payload_bytes(format, n); }
-    const size_t mean = mean_payload_layout(format, n, workers, workers).bytes;
+    const size_t mean = mean_payload_layout(format, n, workers).bytes;
     return others * (payload_layout(format, n, workers).bytes + mean);
 }
 
@@ -155,23 +155,12 @@ inline void check_header(const PayloadHeader& header, const Sync& sync, const Pa
     same("part", header.part, expected.part);
 }
 
-// out = the mean of `workers` payloads that lie `stride` bytes apart: weighted by tokens, or unweighted if
+// out = the mean of `workers` payloads that lie layout.bytes apart: weighted by tokens, or unweighted if
 // weights is null.   out: (layout.values)   weights: (workers), workspace
-inline void mean_of_payloads(float* out, float* weights, const uint8_t* payloads, size_t stride, int workers,
+inline void mean_of_payloads(float* out, float* weights, const uint8_t* payloads, int workers,
                              const PayloadLayout& layout, Stream& on) {
-    if (weights != nullptr) { device::token_weights(weights, payloads, stride, workers, on); }
-    device::dequantize_mean(out, payloads, stride, workers, layout, weights, on);
-}
-
-// Blocks until `event` is complete, which was recorded after the calls of a sync.
-inline void wait_for(Comm& comm, const Event& event, const Sync& sync) {
-    try {
-        comm.wait(event);
-    } catch (const CommError& error) {
-        const std::string who = error.peer < 0 ? "" : " with worker " + std::to_string(error.peer);
-        throw CommError(error.peer,
-                        "the exchange of " + describe(sync) + " failed" + who + ": " + error.what());
-    }
+    if (weights != nullptr) { device::token_weights(weights, payloads, layout.bytes, workers, on); }
+    device::dequantize_mean(out, payloads, layout.bytes, workers, layout, weights, on);
 }
 
 // The calls for one sync, in this order: payload, start, wait, mean (if at all), finish.
@@ -202,7 +191,13 @@ public:
     // Throws a CommError that names the fragment, the sync and, if it is known, the worker.
     Headers wait(const Sync& sync) {
         Slot& slot = slots.of(sync.number);
-        wait_for(comm, slot.done, sync);
+        try {
+            comm.wait(slot.done);
+        } catch (const CommError& error) {
+            const std::string who = error.peer < 0 ? "" : " with worker " + std::to_string(error.peer);
+            throw CommError(error.peer,
+                            "the exchange of " + describe(sync) + " failed" + who + ": " + error.what());
+        }
         return check(sync, slot);
     }
 

@@ -34,21 +34,17 @@ inline std::vector<long> shard_values(const std::vector<Fragment>& fragments, co
 
 // Values of a fragment: an array for each of its pieces.
 struct FragmentValues {
-    std::vector<Piece> pieces;
     std::vector<const float*> arrays;  // (count of the piece) each
 };
 
-// The outer gradient of a fragment. It lies nowhere in memory: load_block() in quantize.h, and load_delta()
-// in quantize.cuh, subtract the values that they are about to encode.
-struct OuterGradient {
-    std::vector<Piece> pieces;
-    std::vector<Source> differences;  // (count of the piece) each
-};
+// The outer gradient of a fragment, by piece. It lies nowhere in memory: load_block() in quantize.h, and
+// load_delta() in quantize.cuh, subtract the values that they are about to encode.
+using OuterGradient = std::vector<Source>;
 
 inline OuterGradient operator-(const FragmentValues& global, const FragmentValues& local) {
-    OuterGradient delta{global.pieces, {}};
+    OuterGradient delta;
     for (size_t i = 0; i < global.arrays.size(); i++) {
-        delta.differences.push_back({global.arrays[i], local.arrays[i]});
+        delta.push_back({global.arrays[i], local.arrays[i]});
     }
     return delta;
 }
@@ -59,7 +55,7 @@ public:
     OuterShard(const DilocoOptions& options, const std::vector<Fragment>& fragments, const Layout& layout,
                int rank, int worker, int in_flight)
         : options(options), wire(wire_options(options)), fragments(fragments),
-          values(shard_values(fragments, layout)), worker(worker) {
+          worker(worker), values(shard_values(fragments, layout)) {
         for (const Fragment& fragment : fragments) { place(fragment, layout, rank); }
         largest = int(std::max_element(values.begin(), values.end()) - values.begin());
         const int slots = most_in_a_step(fragments, options.inner_steps, options.overlap);
@@ -86,16 +82,14 @@ public:
 
     // The global parameters of fragment p, for work on main until encode() has been called.
     FragmentValues global_values(int p, Stream& main) {
-        FragmentValues global{pieces[size_t(p)], {}};
-        for (const OuterState::Part& part : state->use(p, main)) {
-            global.arrays.push_back(part.global);
-        }
+        FragmentValues global;
+        for (const OuterState::Part& part : state->use(p, main)) { global.arrays.push_back(part.global); }
         return global;
     }
 
     // The parameters of fragment p in `local`.   local: (shard_size)
     FragmentValues local_values(int p, const float* local) const {
-        FragmentValues values{pieces[size_t(p)], {}};
+        FragmentValues values;
         for (const Range& range : ranges[size_t(p)]) { values.arrays.push_back(local + range.shard); }
         return values;
     }
@@ -110,9 +104,9 @@ public:
         write_headers(payload, layout, sync, tokens, flags, main);
         device::clear_padding(payload, layout, main);
         device::set_zero(encoding.data(), encoding_sums, main);
-        for (size_t i = 0; i < delta.pieces.size(); i++) {
-            const auto [first, count, index] = delta.pieces[i];
-            Source source = delta.differences[i];
+        for (size_t i = 0; i < delta.size(); i++) {
+            const auto [first, count, index] = pieces[size_t(sync.fragment)][i];
+            Source source = delta[i];
             source.residual = residual == nullptr ? nullptr : residual + first;
             add_hash(payload, layout, first, source.values, count, main);
             device::quantize(payload, layout, rounding.at(index), first, source, count, main);
@@ -127,7 +121,10 @@ public:
     void rehearse_encode(uint8_t* payload, const PayloadLayout& layout, const Sync& sync, double* sums,
                          Stream& main) {
         device::set_zero(mean.data(), sync.values, main);
-        const FragmentValues zeros{{{0, sync.values, 0}}, {mean}};
+        FragmentValues zeros;
+        for (const Piece& piece : pieces[size_t(sync.fragment)]) {
+            zeros.arrays.push_back(mean + piece.first);
+        }
         encode(payload, layout, sync, 0, 0, zeros - zeros, sums, main);
     }
 
@@ -184,6 +181,7 @@ public:
     const DilocoOptions options;
     const WireOptions wire;
     const std::vector<Fragment> fragments;
+    const int worker;                        // its number
     const std::vector<long> values;          // of each fragment, in this shard
     std::vector<std::vector<Range>> ranges;  // of each fragment: its blocks' shards
     std::vector<std::vector<Piece>> pieces;  // the same by their places in the fragment and the model
@@ -243,7 +241,6 @@ private:
         return std::make_shared<HostBuffer<float>>(1);
     }
 
-    const int worker;
     Buffer<float> mean_square{1};
     Buffer<double> encoding{encoding_sums}, partial{partial_sums(1)};
     Buffer<uint8_t> hashed{sizeof(PayloadHeader)};

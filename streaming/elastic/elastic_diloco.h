@@ -60,10 +60,10 @@ public:
     // worker: this one's number, whose ranks `inner` joins, with calls on inner_stream
     // start: without positions and generation   open: a connection to the store
     ElasticDiloco(const DilocoOptions& options, const SyncLogOptions& log_options, int worker,
-                  std::vector<Fragment> fragments_, const Layout& layout, Comm& inner, Stream& inner_stream,
-                  LogStart start, OpenStore open, ElasticCallbacks callbacks, InnerMoments moments = {})
-        : log_options(log_options), worker(worker), fragments(std::move(fragments_)),
-          schedule(fragments, options.inner_steps),
+                  const std::vector<Fragment>& fragments, const Layout& layout, Comm& inner,
+                  Stream& inner_stream, LogStart start, OpenStore open, ElasticCallbacks callbacks,
+                  InnerMoments moments = {})
+        : log_options(log_options), schedule(fragments, options.inner_steps),
           shard(options, fragments, layout, log_options.shard, worker, int(fragments.size())), inner(inner),
           inner_stream(inner_stream), log_start(std::move(start)), open(std::move(open)),
           callbacks(std::move(callbacks)), moments(moments), outgoing(fragments.size()),
@@ -79,10 +79,10 @@ public:
     }
 
     void restore(const SavedState& saved, const Fields& fields, Stream& main) override {
-        const LogPlace place = saved_place(saved, fields, fragments.size());
-        tokens_at_send = saved_tokens(fields, fragments.size());
+        const LogPlace place = saved_place(saved, fields, outgoing.size());
+        tokens_at_send = saved_tokens(fields, outgoing.size());
         shard.load(saved, main);
-        for (int p = 0; p < int(fragments.size()); p++) {
+        for (int p = 0; p < schedule.fragments(); p++) {
             if (!place.sent[size_t(p)]) { continue; }
             const long sync = schedule.sync(p, place.positions[size_t(p)]);
             shard.feedback.load_before(p, sync, saved, "residuals_before", main);
@@ -96,8 +96,7 @@ public:
     // Returns when this worker has a place in the run, or will not get one.
     Outcome begin(long step, uint64_t tokens, float* local, floatX* params, Stream& main) override {
         now.main = &main;
-        LogShard& log_shard = *this;
-        log = std::make_unique<SyncLogThreads>(log_options, schedule, worker, log_shard, log_start, open);
+        log.reset(new SyncLogThreads(log_options, schedule, shard.worker, *this, log_start, open));
         Outcome outcome = after_inner_step(step, tokens, local, params, main);
         // Syncs that were merged here are reported with the first step's, as no step has been made yet. The
         // wait for them was not a part of training.
@@ -131,7 +130,7 @@ public:
     void take_snapshot(Stream& copies) override {
         LogPlace place{log->generation(), log->positions(), {}};
         std::vector<long> syncs;
-        for (int p = 0; p < int(fragments.size()); p++) {
+        for (int p = 0; p < schedule.fragments(); p++) {
             syncs.push_back(schedule.sync(p, place.positions[size_t(p)]));
             place.sent.push_back(shard.feedback.is_in_flight(syncs.back()));
         }
@@ -227,7 +226,7 @@ private:
         report_events();
         const LogStop own = log->stopped();
         if (!own.theirs.empty() && callbacks.refuse) { callbacks.refuse(own.theirs); }
-        given_up = own.why.empty() ? format("another rank of worker %d stops", worker) : own.why;
+        given_up = own.why.empty() ? format("another rank of worker %d stops", shard.worker) : own.why;
         const bool is_whole = kind == LogTurn::lost && !has_loaded;  // else other ranks may lack a snapshot
         if (!is_whole) { throw RunError(given_up, own.replaced ? replaced_status : 1); }
     }
@@ -252,7 +251,7 @@ private:
         if (helpless->is_over()) { given_up = reason + " for " + limit; }
         const double silent = std::min(10.0, log_options.timeout / 2);
         if (std::exchange(is_warned, helpless->waited() >= silent) || !is_warned) { return; }
-        told.push_back({name_of(LogEventKind::too_few), std::nullopt, worker,
+        told.push_back({name_of(LogEventKind::too_few), std::nullopt, shard.worker,
                         "waits: " + reason + "; it writes a checkpoint and ends after " + limit, false});
     }
 
@@ -370,7 +369,7 @@ private:
         const bool is_own = has_payload || log_start.from_checkpoint;  // of this start or the one it resumes
         uint64_t& until = tokens_at_send[size_t(sync.fragment)];
         for (const auto& one : report.log->contributors) {
-            if (is_own && one.worker == worker) { until = std::min(now.tokens, until + one.tokens); }
+            if (is_own && one.worker == shard.worker) { until = std::min(now.tokens, until + one.tokens); }
         }
         // How much was received is known to note_events().
         if (has_payload && out.encoded) { report.traffic.bytes_sent = out.encoded->payload.size(); }
@@ -415,10 +414,9 @@ private:
                    layout.bytes);
         }
         device::copy_to_device(received.data(), host_received.data(), long(layout.bytes) * count, main);
-        mean_of_payloads(shard.mean, weights.data(), received, layout.bytes, count, layout, main);
+        mean_of_payloads(shard.mean, weights.data(), received, count, layout, main);
         device::sum_rows(sums, partial, received, layout.bytes, count, layout, shard.mean, main);
-        device::read_groups(host_sums.data(), reinterpret_cast<const uint8_t*>(sums.data()), 0, 1,
-                          row_sums(count), main);
+        device::copy_to_host_later(host_sums.data(), sums.data(), row_sums(count), main);
     }
 
     // -------------------------------------------------------------------------------------------------------
@@ -513,7 +511,7 @@ private:
 
     void take_buffers(int workers) {
         const auto bytes_of = [&](size_t p) { return payload_bytes(shard.wire.format, shard.values[p]); };
-        for (size_t p = 0; p < fragments.size(); p++) {
+        for (size_t p = 0; p < outgoing.size(); p++) {
             outgoing[p].bytes = HostBuffer<uint8_t>(long(bytes_of(p)));
         }
         const size_t most = bytes_of(size_t(shard.largest));
@@ -548,8 +546,6 @@ private:
     static constexpr double longest_wait = 0.02;  // seconds, between two turns
 
     const SyncLogOptions log_options;
-    const int worker;
-    const std::vector<Fragment> fragments;
     const SyncSchedule schedule;
     OuterShard shard;
     ErrorFeedback no_owner;  // means are not rounded here
