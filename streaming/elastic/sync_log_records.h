@@ -83,6 +83,11 @@ struct Incarnation {
         return one;
     }
     bool operator==(const Incarnation& one) const { return worker == one.worker && number == one.number; }
+    friend std::ostream& operator<<(std::ostream& out, const Incarnation& one) { return out << one.text(); }
+    friend std::istream& operator>>(std::istream& in, Incarnation& one) {
+        if (std::string text; in >> text) { one = parse(text); }
+        return in;
+    }
 };
 
 // The values with a space between any two.
@@ -159,9 +164,9 @@ struct LogEntry {
         return counts(worker) || std::find(abstained.begin(), abstained.end(), worker) != abstained.end();
     }
     std::string text() const {
-        std::string text = words(hash, decider.text(), contributors.size());
+        std::string text = words(hash, decider, contributors.size());
         for (const Contributor& one : contributors) {
-            text += " " + words(one.who.text(), one.bytes, one.digest, one.tokens);
+            text += " " + words(one.who, one.bytes, one.digest, one.tokens);
         }
         for (const std::vector<int>* workers : {&abstained, &missing}) {
             text += " " + std::to_string(workers->size());
@@ -171,13 +176,10 @@ struct LogEntry {
     }
     static LogEntry parse(const std::string& text) {
         LogEntry entry;
-        std::string who;
         size_t count = 0;
         std::istringstream in(text);
-        in >> entry.hash >> who >> count;
-        entry.decider = Incarnation::parse(who);
-        for (Contributor one; count > 0 && in >> who >> one.bytes >> one.digest >> one.tokens; count--) {
-            one.who = Incarnation::parse(who);
+        in >> entry.hash >> entry.decider >> count;
+        for (Contributor one; count > 0 && in >> one.who >> one.bytes >> one.digest >> one.tokens; count--) {
             entry.contributors.push_back(one);
         }
         for (std::vector<int>* workers : {&entry.abstained, &entry.missing}) {
@@ -248,7 +250,7 @@ struct LogBeginning {
         const size_t end = std::min(text.find(';'), text.size());
         LogBeginning beginning{LogBase::parse(text.substr(0, end)), {}};
         std::istringstream in(text.substr(std::min(end + 1, text.size())));
-        for (std::string who; in >> who;) { beginning.members.push_back(Incarnation::parse(who)); }
+        for (Incarnation who; in >> who;) { beginning.members.push_back(who); }
         return beginning;
     }
 };
@@ -259,12 +261,10 @@ struct LogOffer {
     size_t bytes = 0;
     uint64_t digest = 0;
 
-    std::string text() const { return words(giver.text(), bytes, digest); }
+    std::string text() const { return words(giver, bytes, digest); }
     static LogOffer parse(const std::string& text) {
         LogOffer offer;
-        std::string who;
-        std::istringstream(text) >> who >> offer.bytes >> offer.digest;
-        offer.giver = Incarnation::parse(who);
+        std::istringstream(text) >> offer.giver >> offer.bytes >> offer.digest;
         return offer;
     }
 };
