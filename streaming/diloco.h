@@ -104,7 +104,11 @@ public:
     void checkpointed() override {}  // in lock-step no other worker depends on it
 
     void restore(const SavedState& saved, const Fields& fields, Stream& main) override {
-        refuse_elastic_state(saved, fields);
+        // An elastic worker may be ahead of the others or behind them. In lock-step all are at the same step.
+        if (fields.has("log.generation")) {
+            throw UserError(saved.path() + " is of a run with --outer-transport store: resume it with that, "
+                            "or start from its model (-e model_STEP.bin)");
+        }
         tokens_at_send = saved_tokens(fields, shard.fragments.size());
         resumed = saved_syncs(fields, long(shard.fragments.size()), workers);
         read_means(resumed, saved, shard.fragments, shard.values, shard.options.inner_steps);

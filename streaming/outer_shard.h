@@ -101,7 +101,11 @@ public:
                 uint32_t flags, const OuterGradient& delta, double* sums, Stream& main) {
         const Rounding rounding = wire.rounding(worker, sync.number, RandomUse::send_rounding);
         float* residual = feedback.begin(sync.fragment, sync.number, main);
-        write_headers(payload, layout, sync, tokens, flags, main);
+        for (int part = 0; part < layout.parts; part++) {
+            PayloadHeader header = make_header(sync, layout, part, worker, tokens);
+            header.flags = flags;
+            device::write_header(payload + size_t(part) * layout.bytes, header, main);
+        }
         device::clear_padding(payload, layout, main);
         device::set_zero(encoding.data(), encoding_sums, main);
         for (size_t i = 0; i < delta.size(); i++) {
@@ -208,15 +212,6 @@ private:
                                          options.local_weight);
         step.move = move;
         return step;
-    }
-
-    void write_headers(uint8_t* payload, const PayloadLayout& layout, const Sync& sync, uint64_t tokens,
-                       uint32_t flags, Stream& main) const {
-        for (int part = 0; part < layout.parts; part++) {
-            PayloadHeader header = make_header(sync, layout, part, worker, tokens);
-            header.flags |= flags;
-            device::write_header(payload + size_t(part) * layout.bytes, header, main);
-        }
     }
 
     // Adds the hash of values [first, first + count) of a fragment to the headers of their parts.

@@ -129,14 +129,6 @@ inline std::vector<uint64_t> saved_tokens(const Fields& fields, size_t fragments
     return tokens;
 }
 
-// Refuses the state of an elastic worker: it may be ahead of the other workers or behind them, and in
-// lock-step all are at the same step.
-inline void refuse_elastic_state(const SavedState& state, const Fields& fields) {
-    if (!fields.has("log.generation")) { return; }
-    throw UserError(state.path() + " is of a run with --outer-transport store: resume it with that, or start "
-                    "from its model (-e model_STEP.bin)");
-}
-
 // Reads the means of the syncs in flight. Throws a UserError for syncs that the schedule of this run does not
 // have; one sent H - 1 or more steps ago cannot be in flight, as tau < H.
 // values: of this process's shard of each fragment

@@ -9,6 +9,7 @@
 // The class is declared here. Its functions are in the files that its sections name; the public ones are in
 // sync_log_requests.h and sync_log_turns.h.
 #pragma once
+#include <algorithm>
 #include <functional>
 #include <map>
 #include <optional>
@@ -167,7 +168,12 @@ private:
     }
     std::string run() const { return generation + "/" + std::to_string(options.shard); }
     std::string key(const std::string& folder) const { return run() + "/" + folder; }
-    StoreRequest own_chunk(const std::string& folder, size_t chunk, std::string bytes) const;
+    // Writes chunk number `chunk`. Nothing else can lie under this start's name, so the answer need not bring
+    // the chunk back.
+    StoreRequest own_chunk(const std::string& folder, size_t chunk, std::string bytes) const {
+        return {StoreRequest::put_if_absent, folder, chunk_name(me, chunk), std::move(bytes),
+                /*asks_winner=*/false};
+    }
     bool is_of_lines(const StoreRequest& one) const { return one.folder.rfind(key("sent/"), 0) == 0; }
     void lose_store(const std::string& trouble, double now);
     void make_room(double now);
@@ -194,7 +200,9 @@ private:
     // What there is to tell (sync_log_requests.h)
     void stop(const std::string& reason);
     void say(LogEventKind kind, const std::string& text, long sync = -1,
-             const std::optional<LogEntry>& entry = std::nullopt);
+             const std::optional<LogEntry>& entry = std::nullopt) {
+        told.push_back({kind, sync, me.worker, text, entry});
+    }
     void say_waits(const std::string& what, long sync = to_begin);
     void tell_changes();
 
@@ -228,7 +236,10 @@ private:
     void close(Slot& slot);
     void listen_to_lines(Slot& slot);
     void settle(Slot& slot, const StandingLines& standing);
-    void send_again(Slot& slot);
+    // The line, and the chunks that slot.chunks does not count.
+    void send_again(Slot& slot) {
+        slot.own = slot.own == Slot::sent ? Slot::sending : Slot::abstaining;
+    }
     void look(Slot& slot);
     void take_lines(Slot& slot, const Listing& texts);
     size_t chunk_of(size_t bytes) const { return bytes <= options.in_line ? bytes : options.chunk; }
@@ -259,7 +270,7 @@ private:
     bool gives(const std::string& want) const { return giving && giving->want == want; }
     bool has_written(const std::string& giver) const;
     void rest_from_looking(double seconds, double now);
-    double pause() const;
+    double pause() const { return std::max(options.poll, 4 * look_seconds); }
     // Over a bucket the heartbeat looks, unless it is late.
     double looks_around_at() const {
         const bool has_looks = in_bucket() && is_aligned && !is_leaving && phase == Phase::running;

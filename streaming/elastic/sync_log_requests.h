@@ -81,13 +81,6 @@ inline void SyncLog::checkpointed(const std::vector<long>& positions) {
 // -----------------------------------------------------------------------------------------------------------
 // Asking: what goes out together
 
-// Writes chunk number `chunk`. Nothing else can lie under this start's name, so the answer need not bring the
-// chunk back.
-inline StoreRequest SyncLog::own_chunk(const std::string& folder, size_t chunk, std::string bytes) const {
-    return {StoreRequest::put_if_absent, folder, chunk_name(me, chunk), std::move(bytes),
-            /*asks_winner=*/false};
-}
-
 inline void SyncLog::lose_store(const std::string& trouble, double now) {
     if (!std::exchange(is_cut_off, true)) {
         say(LogEventKind::store_lost, "has lost the store, and continues until it needs it" +
@@ -197,11 +190,6 @@ inline void SyncLog::stop(const std::string& reason) {
     end.why = reason;
     say(LogEventKind::stops, "stops: " + reason);
     phase = Phase::stopped;
-}
-
-inline void SyncLog::say(LogEventKind kind, const std::string& text, long sync,
-                         const std::optional<LogEntry>& entry) {
-    told.push_back({kind, sync, me.worker, text, entry});
 }
 
 // Once for each sync. In place of a sync: to_begin, nobody_to_give.

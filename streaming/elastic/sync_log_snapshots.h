@@ -99,8 +99,6 @@ inline void SyncLog::rest_from_looking(double seconds, double now) {
     look_around_at = is_awaiting ? look_earliest : std::max(look_earliest, now + options.expiry / 4);
 }
 
-inline double SyncLog::pause() const { return std::max(options.poll, 4 * look_seconds); }
-
 // A beat that is not whole counts as absent: a power cut may have damaged that of a dead worker.
 // from: when the beats were asked for   seconds: how long that took
 inline void SyncLog::see(Listing listing, double from, double seconds, double now) {

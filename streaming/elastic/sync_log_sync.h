@@ -77,15 +77,10 @@ inline void SyncLog::write_line(Slot& slot, const LogLine& line, Slot::Own own, 
             slot.look_at = now + pause();
         }));
     if (in_bucket()) { return ask_lines(slot, Presence::at_work, false); }
-    const std::string question = words(line.hash, me.text(), options.elastic.min_workers) + ";" +
+    const std::string question = words(line.hash, me, options.elastic.min_workers) + ";" +
                                  presence.awaited_and_dead();
     ask({StoreRequest::decide, run(), std::to_string(slot.sync), question});
     look(slot);
-}
-
-// The line, and the chunks that slot.chunks does not count.
-inline void SyncLog::send_again(Slot& slot) {
-    slot.own = slot.own == Slot::sent ? Slot::sending : Slot::abstaining;
 }
 
 // Over a bucket the lines of all workers are the entry (README.md).
@@ -145,7 +140,7 @@ inline void SyncLog::close(Slot& slot) {
         if (slot.found.count(words(w))) { continue; }
         const bool is_missing = std::count(decision.missing.begin(), decision.missing.end(), w) > 0;
         const LogLine line{slot.hash, 0, size_t(decision.waited), is_missing};
-        ask({rules.line_is_written_by(), folder("sent", slot.sync), words(w), words(me.text(), line.text())},
+        ask({rules.line_is_written_by(), folder("sent", slot.sync), words(w), words(me, line.text())},
             with_slot(slot.sync, [w](Slot& slot, const StoreAnswer& answer, double) {
                 slot.found[words(w)] = answer.value;
             }));
@@ -397,7 +392,7 @@ inline void SyncLog::take_entry(Slot& slot, const std::string& text) {
     for (const Contributor& one : entry.contributors) {
         has_large |= one.bytes > options.in_line;
         if (one.who.worker != me.worker || one.bytes > options.in_line) { continue; }
-        trims[slot.sync] = words(one.who.text(), entry.hash, one.tokens, one.bytes, one.digest);
+        trims[slot.sync] = words(one.who, entry.hash, one.tokens, one.bytes, one.digest);
     }
     if (entry.decider == me) {
         const std::string what = format("decides sync %ld: it ", slot.sync) + in_words(entry);

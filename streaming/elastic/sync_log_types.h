@@ -125,10 +125,8 @@ struct LogEvent {
     long sync;         // -1: of none
     int worker;        // whom it is about
     std::string text;  // a line for people; its subject, this worker, is left out
-
     std::optional<LogEntry> entry = std::nullopt;  // decided, applied
-    // applied
-    size_t bytes_read = 0;  // of payloads, from the store
+    size_t bytes_read = 0;                         // applied: of payloads, from the store
 };
 
 // "2 on 00c0ffee00c0ffee and 1 on 0123456789abcdef"
