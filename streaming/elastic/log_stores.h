@@ -12,34 +12,27 @@
 #include "llmc/run/stores.h"
 #include "streaming/elastic/sync_log_types.h"
 #ifdef WITHOUT_HIREDIS
-inline std::unique_ptr<LogStore> open_redis_log_store(const std::string& url, const std::string&, double) {
-    refuse_redis(url);
-}
+struct RedisLogStore : LogStore {
+    RedisLogStore(const std::string& url, const std::string&, double) { refuse_redis(url); }
+};
 #else
 #include "streaming/elastic/log_store_redis.h"
-inline std::unique_ptr<LogStore> open_redis_log_store(const std::string& url, const std::string& run_name,
-                                                      double timeout) {
-    return std::make_unique<RedisLogStore>(url, run_name, timeout);
-}
 #endif
 #ifdef WITHOUT_CURL
-inline std::unique_ptr<LogStore> open_s3_log_store(const std::string&, const std::string&, double) {
-    refuse_s3();
-}
+struct S3LogStore : LogStore {
+    S3LogStore(const std::string&, const std::string&, double) { refuse_s3(); }
+};
 #else
 #include "llmc/run/log_store_s3.h"
-inline std::unique_ptr<LogStore> open_s3_log_store(const std::string& url, const std::string& run_name,
-                                                   double timeout) {
-    return std::make_unique<S3LogStore>(url, "log/" + file_name_of(run_name) + "/", timeout);
-}
 #endif
 
 // A store with a connection of its own, for one thread at a time. UserError if it cannot be used.
 inline std::unique_ptr<LogStore> open_log_store(const std::string& url, const std::string& run_name,
                                                 double timeout) {
-    if (is_redis_url(url)) { return open_redis_log_store(url, run_name, timeout); }
-    if (is_s3_url(url)) { return open_s3_log_store(url, run_name, timeout); }
-    return std::make_unique<FileLogStore>(folder_of_store(url) + "/log/" + file_name_of(run_name));
+    if (is_redis_url(url)) { return std::make_unique<RedisLogStore>(url, run_name, timeout); }
+    const std::string folder = "log/" + file_name_of(run_name);
+    if (is_s3_url(url)) { return std::make_unique<S3LogStore>(url, folder + "/", timeout); }
+    return std::make_unique<FileLogStore>(folder_of_store(url) + "/" + folder);
 }
 
 // Over a bucket each request takes a round trip and costs money: it is asked less often, for more at a time.
