@@ -144,7 +144,11 @@ private:
 
     // Tells all threads what a turn or an answer has changed. The caller holds the log's lock.
     void show_changes() {
-        show_pulse();
+        if (const LogPulse now = log.pulse(); !(now == pulse)) {
+            const std::lock_guard<std::mutex> lock(pulse_mutex);
+            pulse = now;
+            pulse_changed.notify_all();
+        }
         if (now_seconds() + log.rest(now_seconds()) < asks_at - soon) { wake(); }
         if (log.listens()) { listens.notify_all(); }
         if (log.is_turn_due()) { answered.notify_all(); }
@@ -154,15 +158,6 @@ private:
     void wake() {
         asks_at = 0;
         needed.notify_all();
-    }
-
-    // The caller holds the log's lock.
-    void show_pulse() {
-        const LogPulse now = log.pulse();
-        const std::lock_guard<std::mutex> lock(pulse_mutex);
-        if (now == pulse) { return; }
-        pulse = now;
-        pulse_changed.notify_all();
     }
 
     // What a thread throws is a bug or a lack of memory: the trainer's thread gets it.
@@ -234,8 +229,7 @@ private:
             if (!heartbeat.answer(answers.back())) {
                 const std::lock_guard<std::mutex> log_lock(mutex);
                 log.check_generation(answers.back());
-                show_pulse();
-                answered.notify_all();
+                show_changes();
             }
             if (const std::unique_lock<std::mutex> is_free(mutex, std::try_to_lock); is_free) {
                 log.hear_beats(answers, from, now_seconds());
@@ -262,7 +256,7 @@ private:
 
     std::mutex pulse_mutex;
     std::condition_variable pulse_changed;
-    LogPulse pulse;
+    LogPulse pulse;  // changes under both, so that a thread may read it that holds either
     Heartbeat heartbeat;
 
     std::atomic<bool> ending{false};  // changes under both
