@@ -211,7 +211,7 @@ public:
     void finish(const std::function<void(const std::string& message)>& print) {
         wait();
         for (const std::string& message : take_messages()) { print(message); }
-        if (!has_failed()) { return; }
+        if (!has_failed()) { return; }  // nothing below changes any more
         if (is_unknown) {  // as it is while the store is away; all files may be there
             throw RunError("it is not known whether the last checkpoint is whole: -y 1 resumes from the "
                            "newest one that is", retry_status);

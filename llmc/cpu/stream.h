@@ -65,7 +65,7 @@ class Timestamp {
     std::shared_ptr<double> moment;  // as now_seconds() says it
 };
 
-// The time between two complete stamps: the host must have seen a later event of their streams complete.
+// The time between two complete stamps: the host must have seen them, or a later event, complete.
 inline double seconds_between(const Timestamp& begin, const Timestamp& end) {
     return *end.moment - *begin.moment;
 }

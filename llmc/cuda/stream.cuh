@@ -80,7 +80,7 @@ private:
 // The time at which a stream came to a point, by the GPU's clock. Copies refer to the same one.
 class Timestamp {
 public:
-    // True once it is complete. Not on a hosted stream, which may not have recorded it yet.
+    // True once it is complete; for NCCL's streams, as a hosted one may not have recorded it yet.
     bool query() const { return is_complete(cudaEventQuery(*handle)); }
 
 private:

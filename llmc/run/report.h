@@ -35,7 +35,7 @@ inline JsonLine sync_line(const SyncReport& r, long step, double time) {
         contributors.push_back(one.worker);
         tokens.push_back(double(one.tokens));
     }
-    const auto of_log = [&](auto LogReport::*field) {  // none: null
+    const auto of_log = [&](auto LogReport::*field) {  // null in lock-step, which has no sync log
         return r.log ? std::optional((*r.log).*field) : std::nullopt;
     };
     return JsonLine().field("type", "sync").field("sync", r.sync).field("fragment", r.fragment)

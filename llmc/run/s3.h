@@ -5,7 +5,8 @@
 //
 // The requests of one call travel in parallel over a few persistent connections. A request is retried, with
 // growing pauses, after a lost connection or a transient answer (409, 429, 5xx, RequestTimeout, a proxy's
-// 404); other errors are final. Keys that are refused are read again: temporary ones are replaced in mid-run.
+// 404); other errors are final. Keys that the store refuses are read again, as a run may outlive temporary
+// ones.
 #pragma once
 #include <curl/curl.h>
 #include <expat.h>
@@ -92,8 +93,8 @@ inline std::string text_in_xml(const std::string& document, const std::string& p
 
 // Whether this is what a store answers to keys that are wrong or no longer valid.
 inline bool are_keys_refused(const std::string& code) {
-    return code == "ExpiredToken" || code == "InvalidToken" || code == "InvalidTokenId" ||
-           code == "InvalidAccessKeyId" || code == "SignatureDoesNotMatch";
+    return code == "ExpiredToken" || code == "TokenRefreshRequired" || code == "InvalidToken" ||
+           code == "InvalidTokenId" || code == "InvalidAccessKeyId" || code == "SignatureDoesNotMatch";
 }
 
 class S3Client {
@@ -102,7 +103,8 @@ public:
     // silence: seconds after which a connection counts as lost (at most 10). In check() its request has a
     // second try: a store may let writes of one key wait for each other (SeaweedFS: each for a second).
     S3Client(const std::string& url, double silence)
-        : settings(s3_settings(url)), silence(std::min(silence, 10.0)), patience(2 * this->silence) {
+        : settings(s3_settings(url)), keys(settings.keys), silence(std::min(silence, 10.0)),
+          patience(2 * this->silence) {
         static const CURLcode once = curl_global_init(CURL_GLOBAL_ALL);
         multi.reset(once == CURLE_OK ? curl_multi_init() : nullptr);
         if (!multi) { throw RunError("libcurl does not start"); }
@@ -229,7 +231,8 @@ private:
         if (!settings.authority.empty()) {
             curl_easy_setopt(easy, CURLOPT_CAINFO, settings.authority.c_str());
         }
-        const S3Keys& keys = transfer.keys = settings.keys;
+        if (transfer.failures > 0) { renew_keys(); }
+        transfer.keys = keys;
         curl_easy_setopt(easy, CURLOPT_AWS_SIGV4, ("aws:amz:" + settings.region + ":s3").c_str());
         curl_easy_setopt(easy, CURLOPT_USERNAME, keys.id.c_str());
         curl_easy_setopt(easy, CURLOPT_PASSWORD, keys.secret.c_str());
@@ -302,8 +305,12 @@ private:
         const bool is_absent = answer.status == 404 && code == "NoSuchKey" && !transfer.request->body;
         const bool is_answer = answer.status == 200 || answer.status == 204 || answer.is_taken() || is_absent;
         if (result == CURLE_OK && is_answer) { return transfer.is_done = true; }
-        const bool may_renew = are_keys_refused(code) && (has_new_keys(transfer.keys) || is_served);
-        if (result == CURLE_OK && !may_renew) { refuse_if_final(answer, code); }
+        const bool refuses_keys = are_keys_refused(code);
+        if (refuses_keys) { renew_keys(); }
+        // Keys that were good once are renewed sooner or later.
+        const bool may_pass =
+            refuses_keys && (keys != transfer.keys || is_served || code == "ExpiredToken");
+        if (result == CURLE_OK && !may_pass) { refuse_if_final(answer, code); }
         if (result == CURLE_PEER_FAILED_VERIFICATION || result == CURLE_SSL_CACERT_BADFILE) {
             throw S3Refused("the certificate of " + settings.endpoint + " is not to be trusted (" + lost +
                             "): name the file of the authority that signed it in DILOCO_CA");
@@ -317,12 +324,10 @@ private:
         return false;
     }
 
-    // Reads the keys again. Whether they are not those that the store has refused: temporary keys are
-    // replaced while a run goes on.
-    bool has_new_keys(const S3Keys& refused) {
+    // Reads the keys again, unless the file is away.
+    void renew_keys() {
         const S3Keys found = s3_keys(s3_profile());
-        if (!found.id.empty() && !found.secret.empty()) { settings.keys = found; }
-        return settings.keys != refused;
+        if (!found.id.empty() && !found.secret.empty()) { keys = found; }
     }
 
     // Throws S3Refused or S3Full, unless the request may succeed another time.
@@ -347,8 +352,8 @@ private:
             advice = "set this machine's clock, which the signatures need";
         } else if (status == 301 || status == 307 || !region.empty()) {
             advice = "set AWS_REGION to the bucket's region" + (region.empty() ? "" : ", " + region);
-        } else if (code == "ExpiredToken" || code == "InvalidToken") {
-            advice = "set a new AWS_SESSION_TOKEN with its keys";
+        } else if (code == "InvalidToken") {
+            advice = "correct AWS_SESSION_TOKEN, which must be of the same keys";
         } else if (code == "AccessDenied" || code == "AllAccessDisabled") {
             advice = "allow this key to get, put, delete and list below " + settings.url;
         } else if (status == 403 && code.empty()) {
@@ -383,7 +388,8 @@ private:
     static constexpr long most_connections = 8;
     static constexpr curl_off_t most_bytes = curl_off_t(1) << 32;  // of a value
 
-    S3Settings settings;
+    const S3Settings settings;
+    S3Keys keys;  // the newest
     const double silence;
     bool is_served = false;  // check() has passed
     double patience;  // seconds for which a request that fails is repeated

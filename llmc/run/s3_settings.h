@@ -1,7 +1,7 @@
 // Where a bucket is, and with which keys it is opened: as the AWS command line and its libraries find it.
 //   keys      AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, or else the profile AWS_PROFILE
 //             ("default") of ~/.aws/credentials (AWS_SHARED_CREDENTIALS_FILE) and ~/.aws/config
-//             (AWS_CONFIG_FILE)
+//             (AWS_CONFIG_FILE); read again when the store refuses them
 //   region    AWS_REGION, AWS_DEFAULT_REGION, or the profile's; else us-east-1
 //   endpoint  AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, or the profile's endpoint_url; else AWS
 //   style     the bucket is in the name of the host at AWS, and in the path elsewhere or if its name has a

@@ -24,6 +24,13 @@ void check_batches(const EvalSet& set, size_t longest, long labelled_first) {
     require(long(correct) == labelled_first, "the model is right where the first completion is labelled");
 }
 
+bool fits(const EvalSet& set, size_t T) {
+    try {
+        set.check_fits(int(T));
+        return true;
+    } catch (const UserError&) { return false; }
+}
+
 void fuzz(const std::string& bytes) {
     const MemoryFile file(bytes);
     const EvalSet set(file.path(), vocabulary);
@@ -39,6 +46,7 @@ void fuzz(const std::string& bytes) {
         labelled_first += example.label == 0;
     }
     check_batches(set, longest, labelled_first);
+    require(set.size() == 0 || (fits(set, longest) && !fits(set, longest - 1)), "the longest sequence");
     set.check_fits(64);
 }
 

@@ -168,6 +168,11 @@ TEST(StatisticsKernel, WhatItCannotWorkOnIsRefused) {
     expect_refused("no mean to compare 9 workers with", [&] {
         cuda::sum_rows(sums, partial, payload, layout.bytes, 9, layout, nullptr, stream);
     });
+    PayloadLayout odd = layout;
+    odd.values = 192;
+    expect_refused("a fragment of 192 values", [&] {
+        cuda::sum_rows(sums, partial, payload, layout.bytes, 1, odd, nullptr, stream);
+    });
     expect_refused("the first payload", [&] {
         cuda::sum_rows(sums, partial, payload + 8, layout.bytes, 1, layout, nullptr, stream);
     });

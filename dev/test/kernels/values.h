@@ -52,7 +52,14 @@ void expect_same_bits(const std::vector<T>& values, const std::vector<T>& expect
     }
 }
 
-// `call`, whose only mistake is `wrong`, throws std::invalid_argument.
+// `call`, whose only mistake is `wrong`, throws std::invalid_argument, which says where the launcher is.
 inline void expect_refused(const std::string& wrong, const std::function<void()>& call) {
-    EXPECT_THROW(call(), std::invalid_argument) << wrong;
+    try {
+        call();
+        ADD_FAILURE() << wrong << ": taken";
+    } catch (const std::invalid_argument& error) {
+        const std::string place = error.what();
+        const bool is_launchers = place.find(".cuh:") != place.npos && place.find("device.cuh") == place.npos;
+        EXPECT_TRUE(is_launchers) << wrong << ": " << place;
+    }
 }

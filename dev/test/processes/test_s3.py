@@ -115,7 +115,8 @@ REFUSED = {
     "wrong_secret": (error(403, "SignatureDoesNotMatch"), 2, "AWS_SECRET_ACCESS_KEY"),
     "forbidden": (error(403, "AccessDenied"), 2, "allow this key to get, put, delete and list below s3://runs/ours"),
     "bare_403": (error(403), 2, "correct AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or look at the proxies"),
-    "old_token": (error(400, "ExpiredToken"), 2, "set a new AWS_SESSION_TOKEN"),
+    "old_token": (error(400, "ExpiredToken"), 75, "400 ExpiredToken: renew the keys, or try again later"),
+    "wrong_token": (error(400, "InvalidToken"), 2, "correct AWS_SESSION_TOKEN"),
     "other_region": (error(400, "AuthorizationHeaderMalformed", "<Region>eu-west-3</Region>"), 2,
                      "set AWS_REGION to the bucket's region, eu-west-3"),
     "moved": (error(301, "PermanentRedirect"), 2, "set AWS_REGION"),
@@ -292,8 +293,9 @@ def test_requests_are_signed_as_aws_documents_and_botocore_sign_them(tokens, tmp
 
 @pytest.mark.parametrize("late", [0, 8])
 def test_keys_that_expire_in_mid_run_are_replaced(tokens, tmp_path, server, front, late):
-    """The file has new ones as soon as the store refuses the old ones, or seconds later: then workers wait."""
-    file, lock, first_refusal = tmp_path / "credentials", threading.Lock(), []
+    """The file has new ones as soon as the store refuses the old ones, or seconds later: then workers wait. In between
+    a secret there is wrong, as in a file of which a half is written."""
+    file, lock, first_refusal, renewed = tmp_path / "credentials", threading.Lock(), [], []
 
     def write_keys(key, secret):
         file.with_suffix(".new").write_text(f"[default]\naws_access_key_id={key}\naws_secret_access_key={secret}\n")
@@ -305,40 +307,47 @@ def test_keys_that_expire_in_mid_run_are_replaced(tokens, tmp_path, server, fron
             has_expired = len(one.asked) > 60
             if is_old and has_expired and not first_refusal:
                 first_refusal.append(time.monotonic())
+                threading.Timer(late / 2, write_keys, (s3_server.OTHER_KEY, "hal")).start()
                 threading.Timer(late, write_keys, (s3_server.OTHER_KEY, s3_server.OTHER_SECRET)).start()
         if is_old and has_expired:
             return error(400, "ExpiredToken")(handler, body)
-        if not is_old and late:
-            assert time.monotonic() - first_refusal[0] >= late
-        return says(handler, *passed_on(server, handler, body))
+        status, text, headers = passed_on(server, handler, body)
+        if not is_old and status < 300:
+            renewed.append(time.monotonic())
+        return says(handler, status, text, headers)
 
     one = front(answer)
     write_keys(s3_server.KEY, s3_server.SECRET)
     said = run_of_two(tokens, tmp_path, server, one.port, f"renewed {late}",
                       {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": "", "AWS_SHARED_CREDENTIALS_FILE": str(file)},
                       **{"-x": 200})
-    by_new_keys = [request for request in one.asked if s3_server.OTHER_KEY in dict(request[2])["Authorization"]]
-    assert first_refusal and len(by_new_keys) > 60
+    assert len(renewed) > 60 and min(renewed) >= first_refusal[0] + late
     assert ("400 ExpiredToken: renew the keys, or try again later" in said) == (late > 0), said
 
 
 def test_the_script_writes_the_keys_that_aws_has(tmp_path):
     script, aws, file = ROOT / "scripts/multi_node/s3_keys.sh", tmp_path / "aws", tmp_path / "keys"
-    aws.write_text('#!/bin/sh\n[ "$*" = "configure export-credentials --format env-no-export" ] || exit 3\n'
+    aws.write_text('#!/bin/sh\n[ "$1" != --version ] || exec echo aws-cli/2.31.0 Python/3.13.7\n'
+                   '[ "$*" = "configure export-credentials --format env-no-export" ] || exit 3\n'
+                   '[ -z "$AWS_SHARED_CREDENTIALS_FILE" ] || exit 4\n'
                    "printf 'AWS_ACCESS_KEY_ID=AKIA\\nAWS_SECRET_ACCESS_KEY=a/B+c=\\nAWS_SESSION_TOKEN=Tok/en==\\n'\n"
                    "printf 'AWS_CREDENTIAL_EXPIRATION=2026-11-28T20:00:00+00:00\\n'\n")
     aws.chmod(0o755)
-    variables = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "AWS_PROFILE": "site b"}
+    variables = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "AWS_PROFILE": "site b",
+                 "AWS_SHARED_CREDENTIALS_FILE": str(file)}
     subprocess.run([script, file, "0"], env=variables, check=True, timeout=30)
     assert file.read_text() == ("[site b]\naws_access_key_id=AKIA\naws_secret_access_key=a/B+c=\n"
                                 "aws_session_token=Tok/en==\naws_credential_expiration=2026-11-28T20:00:00+00:00\n")
-    assert file.stat().st_mode & 0o077 == 0
-    aws.write_text("#!/bin/sh\nexit 255\n")
+    assert file.stat().st_mode & 0o077 == 0 and sorted(path.name for path in tmp_path.iterdir()) == ["aws", "keys"]
+    aws.write_text('#!/bin/sh\n[ "$1" != --version ] || exec echo aws-cli/2.31.0\nexit 255\n')
     assert subprocess.run([script, file, "0"], env=variables, timeout=30).returncode == 1 and "AKIA" in file.read_text()
     process = subprocess.Popen([script, file, "1"], env=variables, stderr=subprocess.PIPE, text=True)
-    assert "no keys from aws" in process.stderr.readline()
+    assert "no new keys" in process.stderr.readline() and "no new keys" in process.stderr.readline()
     process.terminate()
     process.communicate(timeout=30)
+    aws.write_text("#!/bin/sh\necho aws-cli/1.46.3\n")
+    old = subprocess.run([script, file], env=variables, timeout=30, capture_output=True, text=True)
+    assert (old.returncode, old.stderr) == (2, "error: this needs version 2 of the AWS command line (aws)\n")
 
 
 def test_lines_lose_their_payloads_at_the_same_time(tokens, tmp_path, server, front):
