@@ -322,7 +322,7 @@ def test_keys_that_expire_in_mid_run_are_replaced(tokens, tmp_path, server, fron
                       {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": "", "AWS_SHARED_CREDENTIALS_FILE": str(file)},
                       **{"-x": 200})
     assert len(renewed) > 60 and min(renewed) >= first_refusal[0] + late
-    assert ("400 ExpiredToken: renew the keys, or try again later" in said) == (late > 0), said
+    assert ("renew the keys, or try again later" in said) == (late > 0), said
 
 
 def test_the_script_writes_the_keys_that_aws_has(tmp_path):
