@@ -546,7 +546,8 @@ def main(words):
         figure = arguments.report.with_suffix(".png")
         draw_figure(arguments, finished)
         arguments.report.write_text("# What distant workers cost in validation loss\n\n" + text +
-                                    f"\n![loss in the second half of training, and the gap over outer steps]({figure.name})\n")
+                                    "\n![loss in the second half of training, and the gap over outer steps]"
+                                    f"({figure.name})\n")
 
 
 if __name__ == "__main__":

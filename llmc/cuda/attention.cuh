@@ -606,7 +606,7 @@ void backward(bf16* dqkv, float* dqkvb, const bf16* dout, const bf16* out, const
 // out and qkv are 16-byte aligned.
 inline void attention_forward(__nv_bfloat16* out, float* lse, const __nv_bfloat16* qkv, int B, int T, int C,
                               int NH, Stream& stream, bool = true) {
-    require(B > 0 && T > 0 && NH > 0 && (C == 64 * NH || C == 128 * NH) && are_aligned({out, qkv}));
+    require(is_attention_shape(B, T, C, NH) && are_aligned({out, qkv}));
     const auto compute = C == 64 * NH ? attention::forward<64> : attention::forward<128>;
     compute(out, lse, qkv, B, T, C, stream);
 }
@@ -617,8 +617,7 @@ inline void attention_forward(__nv_bfloat16* out, float* lse, const __nv_bfloat1
 inline void attention_backward(__nv_bfloat16* dqkv, float* dqkvb, const __nv_bfloat16* dout,
                                const __nv_bfloat16* out, const __nv_bfloat16* qkv, const float* lse, int B,
                                int T, int C, int NH, GradientSums& sums, Stream& stream, bool = true) {
-    require(B > 0 && T > 0 && NH > 0 && (C == 64 * NH || C == 128 * NH));
-    require(are_aligned({dqkv, dout, out, qkv}));
+    require(is_attention_shape(B, T, C, NH) && are_aligned({dqkv, dout, out, qkv}));
     const auto compute = C == 64 * NH ? attention::backward<64> : attention::backward<128>;
     compute(dqkv, dqkvb, dout, out, qkv, lse, B, T, C, sums, stream);
 }

@@ -11,6 +11,11 @@
 
 namespace cuda {
 
+// Whether the kernels, here and in attention.cuh, compute attention of this shape.
+inline bool is_attention_shape(int B, int T, int C, int NH) {
+    return B > 0 && T > 0 && NH > 0 && (C == 64 * NH || C == 128 * NH);
+}
+
 namespace attention_fp32 {
 
 constexpr int side = 16, threads = side * side, rows = 2 * side;  // rows: of a tile
@@ -298,7 +303,7 @@ void backward(float* dqkv, const float* dout, const float* out, const float* qkv
 // out and qkv are 16-byte aligned.
 inline void attention_forward(float* out, float* lse, const float* qkv, int B, int T, int C, int NH,
                               Stream& stream, bool = false) {
-    require(B > 0 && T > 0 && NH > 0 && (C == 64 * NH || C == 128 * NH) && are_aligned({out, qkv}));
+    require(is_attention_shape(B, T, C, NH) && are_aligned({out, qkv}));
     const auto compute = C == 64 * NH ? attention_fp32::forward<64> : attention_fp32::forward<128>;
     compute(out, lse, qkv, B, T, C, stream);
 }
@@ -309,8 +314,7 @@ inline void attention_forward(float* out, float* lse, const float* qkv, int B, i
 inline void attention_backward(float* dqkv, float* dqkvb, const float* dout, const float* out,
                                const float* qkv, const float* lse, int B, int T, int C, int NH,
                                GradientSums& sums, Stream& stream, bool = false) {
-    require(B > 0 && T > 0 && NH > 0 && (C == 64 * NH || C == 128 * NH));
-    require(are_aligned({dqkv, dout, out, qkv}));
+    require(is_attention_shape(B, T, C, NH) && are_aligned({dqkv, dout, out, qkv}));
     const auto compute = C == 64 * NH ? attention_fp32::backward<64> : attention_fp32::backward<128>;
     compute(dqkv, dout, out, qkv, lse, B, T, C, stream);
     sums.add_later(dqkvb, dqkv, long(B) * T, 3 * C, 3 * C);

@@ -5,8 +5,7 @@
 //
 // The requests of one call travel in parallel over a few persistent connections. A request is retried, with
 // growing pauses, after a lost connection or a transient answer (409, 429, 5xx, RequestTimeout, a proxy's
-// 404); other errors are final. Keys that the store refuses are read again, as a run may outlive temporary
-// ones.
+// 404); other errors are final. After a failure the keys are read again, as a run may outlive temporary ones.
 #pragma once
 #include <curl/curl.h>
 #include <expat.h>
@@ -231,7 +230,6 @@ private:
         if (!settings.authority.empty()) {
             curl_easy_setopt(easy, CURLOPT_CAINFO, settings.authority.c_str());
         }
-        if (transfer.failures > 0) { renew_keys(); }
         transfer.keys = keys;
         curl_easy_setopt(easy, CURLOPT_AWS_SIGV4, ("aws:amz:" + settings.region + ":s3").c_str());
         curl_easy_setopt(easy, CURLOPT_USERNAME, keys.id.c_str());
@@ -305,11 +303,10 @@ private:
         const bool is_absent = answer.status == 404 && code == "NoSuchKey" && !transfer.request->body;
         const bool is_answer = answer.status == 200 || answer.status == 204 || answer.is_taken() || is_absent;
         if (result == CURLE_OK && is_answer) { return transfer.is_done = true; }
-        const bool refuses_keys = are_keys_refused(code);
-        if (refuses_keys) { renew_keys(); }
+        renew_keys();  // whatever the failure: a refusal may be lost on the way
         // Keys that were good once are renewed sooner or later.
-        const bool may_pass =
-            refuses_keys && (keys != transfer.keys || is_served || code == "ExpiredToken");
+        const bool may_pass = are_keys_refused(code) &&
+                              (keys != transfer.keys || is_served || code == "ExpiredToken");
         if (result == CURLE_OK && !may_pass) { refuse_if_final(answer, code); }
         if (result == CURLE_PEER_FAILED_VERIFICATION || result == CURLE_SSL_CACERT_BADFILE) {
             throw S3Refused("the certificate of " + settings.endpoint + " is not to be trusted (" + lost +

@@ -718,7 +718,7 @@ void resume_in_mid_flight(bool is_counted) {
                 is_back = true;
             }
             if (worker != 2 && step == 30) { stand(*member, step, is_back); }
-            if (worker == 2 && step == 46) {  // the next send of fragment 1: no sooner do the others decide it
+            if (worker == 2 && step == 46) {  // fragment 1's next send: before it the others decide nothing
                 wait_until([&] { return store.has("/sent/6", "2."); });
                 has_sent = true;
             }

@@ -113,7 +113,8 @@ TEST(Logger, metrics_hold_every_field_one_object_a_line) {
         R"({"type":"hellaswag","step":1,"time":T,"accuracy":0.28125,"examples":10042})",
         R"({"type":"sync","sync":7,"fragment":2,"send_step":20,"apply_step":23,"time":T,)"
         R"("bytes_sent":6000000000,"bytes_received":5,"wire_seconds":0.125,"waited_seconds":)" +
-            format("%.9g", two.waited_seconds()) + R"(,"global_hash":"fedcba9876543210","staleness":3,"delta_norm":0.5,"mean_norm":0.25,)"
+            format("%.9g", two.waited_seconds()) + R"(,"global_hash":"fedcba9876543210",)"
+        R"("staleness":3,"delta_norm":0.5,"mean_norm":0.25,)"
         R"("quantization_error":0.0625,"cosines":[1,null,-0.125],"mean_cosines":null,)"
         R"("contributors":null,"contributor_tokens":null,"decider":null,"grace_seconds":null,)"
         R"("counted":null})",
@@ -282,7 +283,7 @@ TEST(Logger, syncs_are_kept_by_the_step_that_merged_them_for_other_fragments_hav
         Logger logger(folder.name(), 0, 1);
         logger.run({});
         for (long step : {1, 2, 3}) { write_sync(logger, 40 + step, step); }
-        for (long step : {4, 5, 6}) { write_sync(logger, 3 + step, step); }  // of a resume with fewer fragments
+        for (long step : {4, 5, 6}) { write_sync(logger, 3 + step, step); }  // resumed, with fewer fragments
         write_sync(logger, 10, 6);                                           // at the end of that run
         write_sync(logger, 10, 7);
     }
