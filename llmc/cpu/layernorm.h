@@ -40,15 +40,6 @@ inline void layernorm_forward(Activation out, float* mean, float* rstd, const fl
     });
 }
 
-// A row of fused_residual_forward.
-template <class T>
-inline void fused_residual_row(float* residual, T* normed, float* mean, float* rstd, const float* inp1,
-                               const float* inp2, const float* weight, const float* bias, int C) {
-    #pragma omp simd
-    for (int c = 0; c < C; c++) { residual[c] = inp1[c] + inp2[c]; }
-    layernorm_row(normed, mean, rstd, residual, weight, bias, C);
-}
-
 // residual = inp1 + inp2, normed = layernorm(residual).   all (N,C), but mean, rstd: (N)
 // and weight, bias: (C)
 inline void fused_residual_forward(float* residual, Activation normed, float* mean, float* rstd,
@@ -58,8 +49,9 @@ inline void fused_residual_forward(float* residual, Activation normed, float* me
         #pragma omp parallel for
         for (int n = 0; n < N; n++) {
             const long at = long(n) * C;
-            fused_residual_row(residual + at, rows + at, mean + n, rstd + n, inp1 + at, inp2 + at, weight,
-                               bias, C);
+            #pragma omp simd
+            for (long i = at; i < at + C; i++) { residual[i] = inp1[i] + inp2[i]; }
+            layernorm_row(rows + at, mean + n, rstd + n, residual + at, weight, bias, C);
         }
     });
 }

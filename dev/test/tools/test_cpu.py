@@ -107,6 +107,26 @@ def test_a_loop_that_gathers_its_values_is_found(tmp_path):
     assert any("gather" in fault for fault in found)
 
 
+def factors_that_are_read_again(folder, include):
+    """The fused multiply-adds of attention's products that read a factor from memory, as compiled for Zen 3."""
+    source, program = folder / "tile.cpp", folder / "tile.o"
+    source.write_text('#include "llmc/cpu/tile_matmul.h"\nvolatile auto kept = &cpu::tile_matmul<false>;\n')
+    subprocess.run(["g++", "-std=c++17", "-O3", "-march=znver3", f"-I{include}", "-c", source, "-o", program],
+                   check=True)
+    products = [line for lines in functions(program).values() for line in lines if line.startswith("vfmadd")]
+    assert len(products) >= 8  # a tile's sums
+    return [line for line in products if "(" in line]
+
+
+@needs_x86
+def test_attentions_products_read_their_factors_once(tmp_path):
+    assert factors_that_are_read_again(tmp_path, ROOT) == []
+    header = "llmc/cpu/tile_matmul.h"
+    (tmp_path / header).parent.mkdir(parents=True)
+    (tmp_path / header).write_text((ROOT / header).read_text().replace('asm("" : "+x"(v));', ""))
+    assert factors_that_are_read_again(tmp_path, tmp_path) != []
+
+
 # --------------------------------------------------------------------------------------- the benchmark
 
 BENCHMARK = ROOT / "dev/bench/bench_cpu.py"
