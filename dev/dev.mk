@@ -48,8 +48,8 @@ PYTEST = .venv/bin/python -m pytest -q -n $(TEST_JOBS) --dist loadgroup
 
 # pytest runs everything, the GoogleTest programs and test_gpt_cpu included, so that its last line counts all of it.
 test test-long: setup
-	$(MAKE) -j$(JOBS) train_gpt_cpu test_gpt_cpu build/unit_tests build/encode $(PLAIN_TESTS) $(EMULATED_TRAINERS) \
-	    $(if $(filter test-long,$@),$(LONG_TESTS))
+	$(MAKE) -j$(JOBS) $(if $(filter test,$@),$(PLAIN_TESTS),$(LONG_TESTS)) $(EMULATED_TRAINERS) \
+	    train_gpt_cpu test_gpt_cpu build/unit_tests build/encode
 	$(PYTEST) -rs dev/test $(if $(filter test-long,$@),--long)
 
 # Every command that the documents show, those of minutes too.
@@ -74,13 +74,14 @@ KERNEL_SOURCES = $(wildcard dev/emulator/test_*.cpp dev/test/kernels/test_*.cpp)
 KERNEL_TESTS = $(notdir $(KERNEL_SOURCES:.cpp=))
 LAYER_TESTS = $(notdir $(basename $(wildcard dev/test/kernels/test_*.cpp)))
 vpath test_%.cpp dev/emulator dev/test/kernels
-# What make test runs of these; the long tests run the same programs with sanitizers, and in fp32 (parameters and
-# activations as in a GPU's fp32 build).
+# What make test runs of these; the long tests run the same programs with sanitizers instead, and in fp32 (parameters
+# and activations as in a GPU's fp32 build).
 PLAIN_TESTS = $(KERNEL_TESTS:%=build/plain/%) build/plain/test_gpt
-EMULATOR_TESTS = $(PLAIN_TESTS) $(foreach kind,address thread,$(KERNEL_TESTS:%=build/$(kind)/%)) \
+EMULATOR_TESTS = build/plain/test_gpt $(foreach kind,address thread,$(KERNEL_TESTS:%=build/$(kind)/%)) \
                  $(LAYER_TESTS:%=build/fp32/%) build/fp32/test_gpt
 EMULATED_TRAINERS = build/plain/train_gpt build/without/train_gpt
-LONG_TESTS = $(EMULATOR_TESTS) build/thread/train_gpt build/plain/bench_gpu $(FUZZ_PROGRAMS) check-cuda
+# What takes longest comes first, or one core would wait for the other at the end.
+LONG_TESTS = check-cuda build/thread/train_gpt $(DRY_PROGRAMS) $(EMULATOR_TESTS) $(FUZZ_PROGRAMS)
 
 # -O1: these, too, take longer to compile than to run.   debug: not tested, for gdb.
 OPTIMIZE = -O1 -g1
@@ -146,6 +147,7 @@ test-emulated: setup
 # For the GPUs of 2020, 2022 and 2024, and linked where NCCL is; nvcc's warnings are errors. In fp32 one GPU is enough,
 # and of the kernels' tests that nvcc compiles them: the trainer has all kernels.
 build/nvcc/%: CI = true
+build/nvcc/%: GPU_FLAGS += -Xcompiler -O1
 CUDA_TESTS = $(LAYER_TESTS:%=build/nvcc/%.ptx) build/nvcc/test_kernels.ptx
 check-cuda:
 ifeq ($(NVCC),)

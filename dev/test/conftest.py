@@ -43,6 +43,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "long: takes too long for make test")
+    config.addinivalue_line("markers", "short: only for make test, since a long test does the same and more")
 
 
 # Fixtures of a module or a session that are cheap enough to be made anew in each of pytest-xdist's processes.
@@ -62,11 +63,13 @@ def costly_fixture(item):
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config, items):
-    """Tests that are marked with pytest.mark.long are skipped unless --long is given. With pytest-xdist, tests that
-    share a costly fixture run in one process."""
+    """Tests that are marked with pytest.mark.long are skipped unless --long is given, and those with pytest.mark.short
+    if it is. With pytest-xdist, tests that share a costly fixture run in one process."""
     for item in items:
         if item.get_closest_marker("long") and not config.getoption("--long"):
             item.add_marker(pytest.mark.skip(reason="takes long: make test-long runs it"))
+        if item.get_closest_marker("short") and config.getoption("--long"):
+            item.add_marker(pytest.mark.skip(reason="a long test does the same and more"))
         group = costly_fixture(item)
         if group and not item.get_closest_marker("xdist_group"):
             item.add_marker(pytest.mark.xdist_group(group))

@@ -47,7 +47,7 @@ def needs(store, links=False):
                          ids=["redis", "file", "s3", "ranks", "two", "links"])
 def test_a_run_through_chaos_ends_well(words):
     needs(words[1] if words[0] == "--store" else "redis", "--links" in words)
-    result = run_tool("--minutes", 5, "--events", 12, "--seed", 7, *words, seconds=1500)
+    result = run_tool("--minutes", 5, "--events", 8, "--seed", 7, *words, seconds=1500)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "no difference, no hang" in result.stdout
     (log,) = re.findall("^what happened, in order: (.*)$", result.stdout, re.M)

@@ -1,4 +1,5 @@
-"""CUDA kernels on the emulator: the same GoogleTest sources in several builds, one row a test and build."""
+"""CUDA kernels on the emulator: the same GoogleTest sources in several builds, one row a test and build. Long tests
+run the builds with sanitizers instead of the plain ones."""
 
 import functools
 
@@ -29,8 +30,11 @@ def results(build, program):
 def rows():
     """A program is run once; with pytest-xdist, programs run beside each other."""
     for build, program in PROGRAMS:
-        marks = [pytest.mark.xdist_group(f"{build} {program}"), *[pytest.mark.long] * (build != "plain")]
-        yield from (pytest.param(build, program, name, marks=marks) for name in names(binary("plain", program)))
+        built = next((path for path in map(binary, ("plain", "address"), 2 * [program]) if path.exists()),
+                     binary(build, program))
+        marks = [pytest.mark.xdist_group(f"{build} {program}"),
+                 pytest.mark.short if build == "plain" else pytest.mark.long]
+        yield from (pytest.param(build, program, name, marks=marks) for name in names(built))
 
 
 @pytest.mark.parametrize("build,program,name", list(rows()))
