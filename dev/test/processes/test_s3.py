@@ -303,14 +303,18 @@ def test_keys_that_expire_in_mid_run_are_replaced(tokens, tmp_path, server, fron
         file.with_suffix(".new").write_text(f"[default]\naws_access_key_id={key}\naws_secret_access_key={secret}\n")
         file.with_suffix(".new").rename(file)
 
+    def renew():
+        for secret in ("hal", s3_server.OTHER_SECRET):
+            time.sleep(late / 2)
+            write_keys(s3_server.OTHER_KEY, secret)
+
     def answer(handler, body):
         is_old = f"Credential={s3_server.KEY}/" in handler.headers["Authorization"]
         with lock:
             has_expired = len(one.asked) > 60
             if is_old and has_expired and not first_refusal:
                 first_refusal.append(time.monotonic())
-                threading.Timer(late / 2, write_keys, (s3_server.OTHER_KEY, "hal")).start()
-                threading.Timer(late, write_keys, (s3_server.OTHER_KEY, s3_server.OTHER_SECRET)).start()
+                threading.Thread(target=renew).start()
         if is_old and has_expired:
             return error(400, "ExpiredToken")(handler, body)
         status, text, headers = passed_on(server, handler, body)
