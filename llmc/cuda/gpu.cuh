@@ -31,7 +31,17 @@ inline void use_interface(const std::string& name) {
     setenv("NCCL_NET", "Socket", 0);  // or InfiniBand, if there is any, would carry the traffic instead
 }
 
-// Uses a GPU of this machine: `number` modulo their count. UserError if there is none.
+// UserError if this program has no code for a GPU.   oldest: the first compute capability that it was built
+// for, times 100: it also has code for later ones
+inline void check_code_for(const cudaDeviceProp& gpu, int oldest) {
+    if (100 * gpu.major + 10 * gpu.minor >= oldest) { return; }
+    throw UserError(format("this program is built for GPUs of compute capability %d.%d and later, and this %s "
+                           "has %d.%d: build it with make train_gpt GPU_ARCH=%d%d (80 is the least)",
+                           oldest / 100, oldest / 10 % 10, gpu.name, gpu.major, gpu.minor, gpu.major,
+                           gpu.minor));
+}
+
+// Uses a GPU of this machine: `number` modulo their count. UserError if there is none that it can use.
 // interface: of the network that NCCL is to use; empty: its choice
 //
 // NCCL is to use rings for two reasons. NVLink's switches, which it would sometimes prefer, add in another
@@ -50,9 +60,13 @@ inline Device use_device(int number, const std::string& interface) {
                                "says", status == cudaSuccess ? "none was found" : cudaGetErrorString(status)));
     }
     const int index = number % count;
-    cudaCheck(cudaSetDevice(index));
     cudaDeviceProp properties;
     cudaCheck(cudaGetDeviceProperties(&properties, index));
+#if defined(__CUDA_ARCH_LIST__)  // by nvcc, in ascending order
+    const int built_for[] = {__CUDA_ARCH_LIST__};
+    check_code_for(properties, built_for[0]);
+#endif
+    cudaCheck(cudaSetDevice(index));
     return {properties.name, format("%x:%x:%x", unsigned(properties.pciDomainID),
                                     unsigned(properties.pciBusID), unsigned(properties.pciDeviceID)),
             index};

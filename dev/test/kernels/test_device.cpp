@@ -1,10 +1,13 @@
-// The reductions of llmc/cuda/device.cuh: what each thread gets, one call after another. Compiles with nvcc,
-// too (-x cu).
+// The reductions of llmc/cuda/device.cuh: what each thread gets, one call after another; and a GPU that
+// llmc/cuda/gpu.cuh refuses. Compiles with nvcc, too (-x cu).
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cstring>
+#include <string>
 
 #include "dev/emulator/device_array.h"
+#include "llmc/cuda/gpu.cuh"
 
 namespace {
 
@@ -81,5 +84,21 @@ void expect_exact_reductions(int threads) {
 TEST(Reductions, EveryThreadGetsTheExactResultOfOneWarp) { expect_exact_reductions(32); }
 TEST(Reductions, EveryThreadGetsTheExactResultOfThreeWarps) { expect_exact_reductions(96); }
 TEST(Reductions, EveryThreadGetsTheExactResultOfAllWarpsThatABlockCanHave) { expect_exact_reductions(1024); }
+
+TEST(Device, AGpuThatTheProgramHasNoCodeForIsRefused) {
+    cudaDeviceProp a100 = {};
+    strcpy(a100.name, "NVIDIA A100");
+    a100.major = 8;
+    cuda::check_code_for(a100, 750);
+    cuda::check_code_for(a100, 800);
+    try {
+        cuda::check_code_for(a100, 860);
+        FAIL();
+    } catch (const UserError& error) {
+        const std::string text = error.what();
+        EXPECT_NE(text.find("8.6 and later, and this NVIDIA A100 has 8.0"), std::string::npos) << text;
+        EXPECT_NE(text.find("GPU_ARCH=80 "), std::string::npos) << text;
+    }
+}
 
 }  // namespace
