@@ -938,7 +938,7 @@ inline int train(const Options& o, Process& process) {
     process.meet();
     std::unique_ptr<Run> run;  // outlives an error: on a GPU, freeing it may wait for a peer that has died
     bool is_complete = false;
-    or_leave(process, [&] {
+    try {
         const std::string agreed = text_of(fingerprint_of_run(o, in)) + log_version(process.store_url);
         agree(o, process, in, [&] {
             if (o.diloco.streams()) { validate(o.diloco, in.steps, o.workers); }
@@ -948,16 +948,14 @@ inline int train(const Options& o, Process& process) {
         });
         run = std::make_unique<Run>(o, process, in, fragments);
         run->agreed_options = agreed;
-        try {
-            set_up(*run);
-            is_complete = train_to_the_end(*run);
-            process.leave();
-        } catch (...) {
-            run->session.status.clear();  // the error message takes its line
-            if (run->checkpoints) { run->checkpoints->abandon(); }
-            throw;
-        }
-    });
+        set_up(*run);
+        is_complete = train_to_the_end(*run);
+        process.leave();
+    } catch (const std::exception& error) {  // the other processes learn it from the store
+        if (run) { run->session.status.clear(); }  // the message takes its line
+        if (run && run->checkpoints) { run->checkpoints->abandon(); }
+        process.leave_with(error);
+    }
     return is_complete ? 0 : stopped_status;
 }
 
@@ -985,7 +983,6 @@ int main(int argc, char** argv) {
         Options options = parse_options(argc, argv);
         if (options.generate) { return generate(options); }
         check_options(options);
-        check_outer_transport(options.diloco.transport);
         validate(options.diloco, options.diloco.streams() ? options.max_steps : -1, options.workers);
         check_memory(options, outer_bytes);
         Process process = launch(options, options.resume && has_begun(options), argv);

@@ -18,6 +18,7 @@
 #include "llmc/error.h"
 #include "llmc/floatx.h"
 #include "llmc/stream.h"
+#include "streaming/options.h"
 
 enum class LocalMove { merge, follow };
 
@@ -31,11 +32,11 @@ struct OuterStep {
     HD bool moves_local() const { return local_weight < 1 || move == LocalMove::follow; }
 };
 
-// lr: learning rate   mu: momentum   alpha: weight of local in the merge
-inline OuterStep make_outer_step(const std::string& optimizer, float lr, float mu, float alpha) {
-    if (optimizer == "average") { return {1.0f, 0.0f, alpha}; }
-    if (optimizer == "nesterov" || optimizer.empty()) { return {lr, mu, alpha}; }
-    throw UserError("unknown outer optimizer '" + optimizer + "': use none, nesterov or average");
+inline OuterStep make_outer_step(const DilocoOptions& o, LocalMove move = LocalMove::merge) {
+    const std::string& name = o.outer_optimizer;
+    if (name == "average") { return {1.0f, 0.0f, o.local_weight, move}; }
+    if (name == "nesterov" || name.empty()) { return {o.outer_lr, o.outer_momentum, o.local_weight, move}; }
+    throw UserError("unknown outer optimizer '" + name + "': use none, nesterov or average");
 }
 
 // New momentum of a value; then its new global parameter, from that.

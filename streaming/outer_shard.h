@@ -139,7 +139,7 @@ public:
                                              Stream& main) {
         for (const OuterState::Part& part : state->use(sync.fragment, main)) {
             device::outer_step(part.global, part.momentum, local + part.range.shard, params + part.range.flat,
-                               mean + part.first, part.range.count, outer_step(move), main);
+                               mean + part.first, part.range.count, make_outer_step(options, move), main);
         }
         state->end_write(sync.fragment, main);
         return mean_square_of(sync.values, main);
@@ -149,7 +149,7 @@ public:
     void rehearse_apply(const Sync& sync, Stream& main) {
         mean_square_of(sync.values, main);
         const long third = sync.values / 12 * 4;  // of the mean: for global, momentum and mean
-        OuterStep step = outer_step(LocalMove::merge);
+        OuterStep step = make_outer_step(options);
         step.local_weight = 1;  // there is no local to move
         device::outer_step(mean.data(), mean + third, nullptr, nullptr, mean + 2 * third, third, step, main);
     }
@@ -205,13 +205,6 @@ private:
             pieces.back().push_back({first, range.count, uint64_t(layout.logical_index(range.flat))});
             first += range.count;
         }
-    }
-
-    OuterStep outer_step(LocalMove move) const {
-        OuterStep step = make_outer_step(options.outer_optimizer, options.outer_lr, options.outer_momentum,
-                                         options.local_weight);
-        step.move = move;
-        return step;
     }
 
     // Adds the hash of values [first, first + count) of a fragment to the headers of their parts.

@@ -21,7 +21,7 @@ inline void validate(const DilocoOptions& options, long steps, int workers) {
                                options.overlap, H, H - 1));
     }
     wire_options(options);  // refuses unknown words
-    if (options.streams()) { make_outer_step(options.outer_optimizer, 0, 0, 0); }
+    if (options.streams()) { make_outer_step(options); }
     if (workers > 1 && !options.streams()) {
         throw UserError(format("%d workers without an outer optimizer would never meet: use nesterov or "
                                "average, or one worker with more ranks", workers));

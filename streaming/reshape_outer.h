@@ -206,8 +206,7 @@ public:
 private:
     // Applies all means in flight as Diloco::finish() does. Without "master", to the global parameters alone.
     void merge_in_flight(const SavedState& state, int rank, ShardValues& shard) const {
-        const DilocoOptions& o = old.options;
-        OuterStep step = make_outer_step(o.outer_optimizer, o.outer_lr, o.outer_momentum, o.local_weight);
+        OuterStep step = make_outer_step(old.options);
         const bool has_local = shard.arrays.count("master") != 0;
         if (!has_local) { step.local_weight = 1; }  // local parameters do not move
         const std::vector<SavedSync> syncs = saved_syncs(state, old);

@@ -22,22 +22,16 @@
 
 namespace cuda {
 
-struct NcclOptions {
-    bool blocking = true;
-    int max_ctas = 0;            // 0: NCCL's choice
-    bool measures_time = false;  // Traffic::seconds, by timestamps around each call
-};
-
 class NcclComm : public ::Comm {
 public:
     // Throws CommError if some member has not joined within the group's timeout, unless the communicator is
     // blocking: then the watchdog ends the process.
-    NcclComm(const CommGroup& group, const NcclOptions& options) : group(group), options(options) {
+    NcclComm(const CommGroup& group, bool is_outer) : group(group), is_outer(is_outer) {
         const std::string key = group.name + "/nccl";
         const ncclUniqueId id = share_id(key);
         ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-        config.blocking = options.blocking ? 1 : 0;
-        if (options.max_ctas > 0) { config.minCTAs = config.maxCTAs = options.max_ctas; }
+        config.blocking = is_outer ? 0 : 1;
+        if (is_outer) { config.minCTAs = config.maxCTAs = 1; }  // else as many as NCCL chooses
         settle(ncclCommInitRankConfig(&comm, size(), id, rank(), &config), "ncclCommInitRankConfig");
         if (rank() == 0) { group.store.remove(key); }
     }
@@ -47,7 +41,7 @@ public:
 
     int rank() const override { return group.rank; }
     int size() const override { return group.size; }
-    int sms() const override { return size() > 1 ? options.max_ctas : 0; }
+    int sms() const override { return size() > 1 && is_outer ? 1 : 0; }
 
     void all_gather(void* out, const void* inp, size_t bytes, Stream& stream, Traffic* traffic) override {
         call("ncclAllGather", bytes, stream, traffic,
@@ -88,7 +82,7 @@ public:
         Patience patience(group.timeout);
         while (!event.query()) {
             check();
-            if (patience.is_over()) { fail_waiting(options.blocking ? "a collective" : slow_link); }
+            if (patience.is_over()) { fail_waiting(is_outer ? slow_link : "a collective"); }
             nap(patience);
         }
         std::unique_lock<std::mutex> lock(mutex);
@@ -124,7 +118,7 @@ private:
 
     template <class Call>
     void call(const char* name, size_t bytes, Stream& stream, Traffic* traffic, Call enqueue) {
-        const bool timed = traffic && options.measures_time;
+        const bool timed = traffic && is_outer;  // Traffic::seconds, by timestamps around each call
         const Timestamp begin = timed ? stream.stamp() : Timestamp();
         settle(locked(enqueue), name);
         if (timed) { timings.push_back({begin, stream.stamp(), traffic}); }
@@ -157,7 +151,7 @@ private:
     // Returns when the call is enqueued. Of a non-blocking communicator only its state says so, not the
     // result of the call.
     void settle(ncclResult_t result, const char* name) {
-        if (!options.blocking && result == ncclSuccess) { result = ncclInProgress; }
+        if (is_outer && result == ncclSuccess) { result = ncclInProgress; }
         Patience patience(group.timeout);
         while (result == ncclInProgress) {
             result = locked([&] { return state_of_calls(); });
@@ -218,7 +212,7 @@ private:
     }
 
     const CommGroup group;
-    const NcclOptions options;
+    const bool is_outer;
     ncclComm_t comm = nullptr;
     std::mutex mutex;  // of calls on comm
     std::deque<Timing> timings;

@@ -31,7 +31,7 @@ inline std::unique_ptr<Comm> make_outer_comm(const CommGroup& group, const std::
 namespace cuda {
 
 inline std::unique_ptr<Comm> make_inner_comm(const CommGroup& group) {
-    return std::make_unique<NcclComm>(group, NcclOptions());
+    return std::make_unique<NcclComm>(group, false);
 }
 
 // TCP's works only on hosted streams. NCCL's occupies one SM during an exchange, or more if so configured.
@@ -43,22 +43,11 @@ inline std::unique_ptr<Comm> make_outer_comm(const CommGroup& group, const std::
                         "and collectives in a worker wait for them: --outer-transport tcp takes none\n",
                 name, environment(name).c_str());
     }
-    NcclOptions options;
-    options.blocking = false;
-    options.max_ctas = 1;
-    options.measures_time = true;
-    return std::make_unique<NcclComm>(group, options);
+    return std::make_unique<NcclComm>(group, true);
 }
 
 }  // namespace cuda
 #endif
-
-// UserError if this program does not have the outer transport.
-inline void check_outer_transport(const std::string& transport) {
-    if (transport == "nccl" && !runs_on_gpu) {
-        throw UserError("--outer-transport nccl is for GPUs: leave it out, or use train_gpt");
-    }
-}
 
 // UserError if there is no such network interface. (NCCL's is checked when it is set.)
 inline void check_outer_interface(const std::string& transport, const std::string& interface) {

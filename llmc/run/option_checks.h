@@ -77,6 +77,9 @@ inline void check_options(const Options& o) {
             format("no z-score of %d values is above %.1f, so -sl and -sg of %g would skip nothing: give "
                    "less, or 0", outlier_window_size, largest_zscore, double(limit)));
     }
+    if (!runs_on_gpu && o.diloco.transport == "nccl") {
+        throw UserError("--outer-transport nccl is for GPUs: leave it out, or use train_gpt");
+    }
     if (!runs_on_gpu && o.diloco.offload) {
         throw UserError("--outer-offload is for GPUs, whose memory is not the host's: leave it out");
     }

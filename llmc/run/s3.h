@@ -39,14 +39,7 @@ struct S3Answer {
     bool is_taken() const { return status == 412; }  // if_absent: an object is there
 };
 
-// After S3Refused the request has not been done; after the other two it may have been. At the start these
-// two, which may pass, end the process with status 75.
-struct S3Refused : UserError {
-    using UserError::UserError;
-};
-struct S3Silent : TemporaryFailure {
-    using TemporaryFailure::TemporaryFailure;
-};
+// After a UserError the request has not been done; after a TemporaryFailure, such as this, it may have been.
 struct S3Full : TemporaryFailure {
     using TemporaryFailure::TemporaryFailure;
 };
@@ -117,7 +110,7 @@ public:
         const std::string nothing;
         const S3Request write = {"PUT", ".check", "", &nothing, true};
         if (!ask(write).is_taken() && !ask(write).is_taken()) {
-            throw S3Refused("the store of " + where() + " ignores If-None-Match, so that no worker can be " +
+            throw UserError("the store of " + where() + " ignores If-None-Match, so that no worker can be " +
                             "the first to write: use one that has conditional writes (S3, R2, MinIO, Ceph, " +
                             "SeaweedFS)");
         }
@@ -309,7 +302,7 @@ private:
                               (keys != transfer.keys || is_served || code == "ExpiredToken");
         if (result == CURLE_OK && !may_pass) { refuse_if_final(answer, code); }
         if (result == CURLE_PEER_FAILED_VERIFICATION || result == CURLE_SSL_CACERT_BADFILE) {
-            throw S3Refused("the certificate of " + settings.endpoint + " is not to be trusted (" + lost +
+            throw UserError("the certificate of " + settings.endpoint + " is not to be trusted (" + lost +
                             "): name the file of the authority that signed it in DILOCO_CA");
         }
         const double now = now_seconds();
@@ -327,14 +320,14 @@ private:
         if (!found.id.empty() && !found.secret.empty()) { keys = found; }
     }
 
-    // Throws S3Refused or S3Full, unless the request may succeed another time.
+    // Throws a UserError or S3Full, unless the request may succeed another time.
     void refuse_if_final(const S3Answer& answer, const std::string& code) const {
         const long status = answer.status;
         if (status == 507 || code == "QuotaExceeded") {
             throw S3Full("the store of " + where() + " has no room (" + code + ")");
         }
         if (status == 501) {
-            throw S3Refused(where() + " does not implement what is needed (501): take a store that knows " +
+            throw UserError(where() + " does not implement what is needed (501): take a store that knows " +
                             "If-None-Match");
         }
         const bool is_proxys = status == 404 && code != "NoSuchBucket";  // whose store is not up
@@ -358,7 +351,7 @@ private:
         } else if (status == 401 || status == 403) {
             advice = "correct AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION";
         }
-        throw S3Refused(where() + " refuses to serve (" + said + "): " + advice);
+        throw UserError(where() + " refuses to serve (" + said + "): " + advice);
     }
 
     [[noreturn]] void give_up(bool answers, long status, const std::string& code,
@@ -367,11 +360,11 @@ private:
             const char* advice = status == 404            ? "correct AWS_ENDPOINT_URL, or try"
                                  : are_keys_refused(code) ? "renew the keys, or try"
                                                           : "try";
-            throw S3Silent(where() + format(" has answered for %.3g s with %ld %s: %s again later", patience,
-                                            status, code.c_str(), advice));
+            throw TemporaryFailure(where() + format(" has answered for %.3g s with %ld %s: %s again later",
+                                                    patience, status, code.c_str(), advice));
         }
-        throw S3Silent("cannot reach " + where() + format(" for %.3g s (", patience) + lost +
-                       "): correct AWS_ENDPOINT_URL or AWS_REGION, or try again later");
+        throw TemporaryFailure("cannot reach " + where() + format(" for %.3g s (", patience) + lost +
+                               "): correct AWS_ENDPOINT_URL or AWS_REGION, or try again later");
     }
 
     static int milliseconds_to_start(const std::vector<Transfer>& transfers) {

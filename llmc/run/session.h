@@ -116,14 +116,6 @@ inline void agree(const Options& o, Process& process, Inputs& in, const std::fun
     process.check_together("folder", [&] { lock_folder(o, process); });
 }
 
-// Calls `work`. If it throws, this process ends at once with a one-line message, and the other processes
-// learn the cause from the store. Nothing has been freed by then, since freeing may wait for a peer.
-inline void or_leave(const Process& process, const std::function<void()>& work) {
-    try {
-        work();
-    } catch (const std::exception& error) { process.leave_with(error); }
-}
-
 // -----------------------------------------------------------------------------------------------------------
 // The training of one process
 
