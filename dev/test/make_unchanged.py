@@ -7,8 +7,9 @@ writes dev/test/data/unchanged/ with what the program at PATH does: which option
 losses, traffic and bits of a table of short runs, and checkpoints with the runs that resume them. The tests
 (dev/test/processes/test_unchanged.py) hold train_gpt_cpu to it. The data was made by commit effe1c5, except
 for the shuffled runs, made anew when sequences came to be shuffled one by one, and no longer batch by batch, the
-run of medium precision, made anew when attention came to be in bf16 there, and the options that are compared, to
-which --keep-checkpoints and --major-checkpoints were added.
+run of medium precision, made anew when attention came to be in bf16 there, the lock-step runs with token weights, made
+anew when a worker's share of the data came to be its rows of a step, and the options that are compared, to which
+--keep-checkpoints and --major-checkpoints were added.
 
 Bits depend on the CPU, its libraries and the compiler, so they are kept for each kind of machine. On another
 kind only the numbers are compared, with a tolerance. They were made by commit 063866f, when loops came to use
@@ -375,7 +376,8 @@ def main():
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--program", required=True, type=pathlib.Path, help="the train_gpt_cpu to pin")
     parser.add_argument("--bits", action="store_true", help="only add this machine's bits")
-    parser.add_argument("--only", default="", metavar="WORD", help="only runs with this word in their names")
+    parser.add_argument("--only", default="", metavar="WORD",
+                        help="only the run with this name, or else the runs with this word in their names")
     arguments = parser.parse_args()
     program = arguments.program.resolve()
     DATA.mkdir(exist_ok=True)
@@ -390,7 +392,7 @@ def main():
                for name, options in AGREEMENTS.items()})
     numbers, bits = {}, {}
     for name in [*RUNS, *(f"resumed {name}" for name in CHECKPOINTS)]:
-        if arguments.only not in name:
+        if arguments.only not in name or (arguments.only in RUNS and arguments.only != name):
             continue
         if name in RUNS:
             run(program, folder / name, tokens, RUNS[name])

@@ -218,13 +218,12 @@ inline void share_data(const Options& o, Process& process, Inputs& in) {
         if (all[size_t(i)] != all[size_t(worker * o.ranks)]) {
             throw UserError(format("the ranks of worker %d differ in -b or -d: give all the same", worker));
         }
-        int batch = 0;
         long total_batch = 0;
-        sscanf(all[size_t(i)].c_str(), "%d %ld", &batch, &total_batch);
+        sscanf(all[size_t(i)].c_str(), "%*d %ld", &total_batch);
         if (i == process.index()) { first = sequences; }
-        sequences += batch;
+        sequences += total_batch / o.seq_len / o.ranks;  // in a step: micro-steps may differ in number
         if (i % o.ranks == 0) { tokens_a_step += total_batch; }
     }
-    in.train_loader->share(first, sequences);
+    in.train_loader->share(first, sequences, int(o.micro_steps()));
     set_steps(o, tokens_a_step, in);
 }

@@ -13,7 +13,7 @@
 // With `shuffle`, an epoch is a random permutation of the rows of all shards, drawn from the seed and the
 // same on all processes: a step has the same rows however they are divided into processes and micro-batches.
 // Without, rows come as they lie, and the last ones of a shard that fill no batch of all processes are left
-// out, as in llm.c. Processes may differ in B: see share().
+// out, as in llm.c. Processes may differ in B, and in how many batches they read of a step: see share().
 #pragma once
 #include <glob.h>
 #include <sys/resource.h>
@@ -66,11 +66,12 @@ public:
         return all;
     }
 
-    // Divides batches anew, and starts over: `all` rows are for all processes together, of which this process
-    // reads B, from row `first` on. UserError if there is no whole batch.
-    void share(long first, long all) {
+    // Divides the rows anew, and starts over: `all` rows in turn are for all processes together. This one
+    // reads `count` batches of them, from row `first` on. UserError if there are not that many rows.
+    void share(long first, long all, int count = 1) {
         first_row = first;
         all_rows = all;
+        batches = count;
         count_rows();
     }
 
@@ -110,9 +111,10 @@ public:
     // Reads the next batch, and has the system read the one after it into its cache, so that the disk works
     // while this batch is trained on.
     void next_batch() {
-        for (int i = 0; i < B; i++) { read_row(place_of(next, first_row + i), i); }
-        next = after(next, all_rows);
-        for (int i = 0; i < B; i++) { expect_row(place_of(next, first_row + i)); }
+        for (int i = 0; i < B; i++) { read_row(place_of(next, first_row + long(batch) * B + i), i); }
+        batch = (batch + 1) % batches;
+        if (batch == 0) { next = after(next, all_rows); }
+        for (int i = 0; i < B; i++) { expect_row(place_of(next, first_row + long(batch) * B + i)); }
     }
 
     const int* inputs() const { return input.data(); }    // (B, T)
@@ -127,6 +129,13 @@ public:
     void seek(const DataPosition& position) {
         if (position.row > uint64_t(num_tokens() / T)) { fail_position(); }
         next = after({position.epoch, std::min(position.row, uint64_t(epoch_rows))}, 0);
+        batch = 0;
+    }
+
+    // Continues after `count` batches from the first epoch's beginning, unless it is there already.
+    void skip_to(long count) {
+        const uint64_t rows = uint64_t(count / batches) * uint64_t(all_rows), all = uint64_t(epoch_rows);
+        if (rows > next.epoch * all + next.row) { seek({rows / all, rows % all}); }
     }
 
     // Continues where a run of an earlier version stopped, after `count` tokens of a shard; with shuffle,
@@ -301,7 +310,8 @@ private:
     }
 
     int B, T;
-    long first_row, all_rows;  // of a batch: this process's first one, and those of all processes
+    long first_row, all_rows;  // in turn: this process's first one, and those of all processes
+    int batches = 1, batch = 0;  // that this process reads of them, and how many it has read
     int vocab_size;
     uint64_t seed;
     bool shuffle;

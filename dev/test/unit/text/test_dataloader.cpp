@@ -98,6 +98,47 @@ TEST(DataLoader, processes_with_batches_of_their_own_share_what_one_would_read) 
     }
 }
 
+TEST(DataLoader, processes_with_micro_steps_of_their_own_read_every_row_once_an_epoch) {
+    TemporaryFolder folder;
+    write_two_shards(folder);
+    for (bool shuffle : {false, true}) {
+        DataLoader small = open_two_shards(folder, 1, 0, 2, 7, shuffle);  // four batches in a step
+        DataLoader large = open_two_shards(folder, 4, 1, 2, 7, shuffle);  // one
+        small.share(0, 8, 4);
+        large.share(4, 8, 1);
+        for (uint64_t epoch = 0; epoch < 3; epoch++) {
+            std::set<int> seen;
+            for (uint64_t step = 0; step < 5; step++) {  // of 8 of the 40 rows
+                EXPECT_EQ(small.position().row, 8 * step);
+                EXPECT_EQ(large.position().row, 8 * step);
+                for (int i = 0; i < 4; i++) { seen.insert(next_rows(small, 1)[0]); }
+                for (int row : next_rows(large, 4)) { seen.insert(row); }
+            }
+            EXPECT_EQ(seen.size(), 40u);
+        }
+        small.next_batch();
+        small.seek(small.position());  // a step that is left begins anew
+        DataLoader again = open_two_shards(folder, 1, 0, 2, 7, shuffle);
+        again.share(0, 8, 4);
+        for (int i = 0; i < 60; i++) { again.next_batch(); }
+        for (int i = 0; i < 4; i++) { EXPECT_EQ(next_rows(small, 1), next_rows(again, 1)); }
+    }
+}
+
+TEST(DataLoader, skips_to_where_that_many_batches_end_but_never_back) {
+    TemporaryFolder folder;
+    write_two_shards(folder);
+    for (long count : {0, 1, 7, 13, 14, 50}) {  // of 3 rows for each of two processes: more than an epoch
+        DataLoader reader = open_two_shards(folder, 3, 1, 2, 7, true);
+        DataLoader skipper = open_two_shards(folder, 3, 1, 2, 7, true);
+        for (long i = 0; i < count; i++) { reader.next_batch(); }
+        skipper.skip_to(count);
+        skipper.skip_to(count / 2);
+        EXPECT_EQ(skipper.position().epoch, reader.position().epoch) << count;
+        EXPECT_EQ(next_rows(skipper, 3), next_rows(reader, 3)) << count;
+    }
+}
+
 TEST(DataLoader, shuffling_visits_every_row_once_an_epoch_in_an_order_of_its_own) {
     TemporaryFolder folder;
     write_two_shards(folder);
