@@ -680,12 +680,14 @@ inline TrainingSnapshot& take_snapshot(Run& run, long step) {
 // Acts on the outcome of an exchange. Its syncs are reported later, when their means have been applied.
 inline void follow(Run& run, const Outcome& outcome) {
     Worker& worker = *run.worker;
+    const bool jumps_at_first = outcome.step > run.step && run.session.totals.updates < join_warmup_updates;
     run.step = outcome.step;
     run.course = outcome.course;
     run.session.report.events(run.step, outcome.events);
-    if (!outcome.joined) { return; }
+    if (!outcome.joined && !jumps_at_first) { return; }
     run.session.totals.joined_after = run.session.totals.updates;
-    if (run.options.elastic.join_moments) { return; }  // taken from the snapshot, too
+    run.inputs.train_loader->skip_to(outcome.step * run.options.micro_steps());  // no row a second time
+    if (outcome.joined && run.options.elastic.join_moments) { return; }  // taken from the snapshot, too
     for (Buffer<float>* b : {&worker.m, &worker.v}) { device::set_zero(b->data(), b->count(), run.main); }
     worker.adamw_updates = 0;
 }
@@ -705,10 +707,9 @@ inline void train_step(Run& run, long step) {
         loader.seek(begin);
         return stopping.note_step_left();
     }
-    totals.updates++;
     totals.tokens += uint64_t(o.total_batch);
     StepResult& result = run.last_result();
-    result.update = totals.updates;
+    result.update = ++totals.updates;
     const long steps = run.inputs.steps;
     const LearningRateSchedule of_muon = with_peak(o.schedule, o.muon.learning_rate);
     const float warmup = join_warmup(totals), lr = learning_rate(o.schedule, steps, step - 1) * warmup;

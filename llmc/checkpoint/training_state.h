@@ -44,7 +44,7 @@ struct Totals {
     double train_seconds = 0;
     uint64_t tokens = 0;     // that this worker has trained on
     long updates = 0;        // inner updates by this worker: its steps without those that it jumped over
-    long joined_after = -1;  // value of `updates` when it last took another worker's snapshot; -1: never
+    long joined_after = -1;  // value of `updates` when it last joined an elastic run in its middle; -1: never
     long syncs = 0, next_sync = 0;  // syncs merged, and the number of the next one
     Traffic outer;
     double waited_seconds = 0;

@@ -261,20 +261,21 @@ private:
             all_leave = leaves && mine.kind == LogTurn::wait;
             return mine;
         }
-        const int64_t own[] = {mine.kind, mine.step, leaves};
-        std::copy_n(own, 3, turns.data());
-        device::copy_to_device(device_turns.data(), turns.data(), 3, inner_stream);
-        inner.all_gather(device_turns + 3, device_turns.data(), sizeof own, inner_stream);
-        device::copy_to_host_later(turns.data(), device_turns + 3, 3 * inner.size(), inner_stream);
+        const int64_t own[] = {mine.kind, mine.step, leaves, has_loaded};
+        std::copy_n(own, 4, turns.data());
+        device::copy_to_device(device_turns.data(), turns.data(), 4, inner_stream);
+        inner.all_gather(device_turns + 4, device_turns.data(), sizeof own, inner_stream);
+        device::copy_to_host_later(turns.data(), device_turns + 4, 4 * inner.size(), inner_stream);
         inner_stream.record(gathered);
         inner.wait(gathered);
         LogTurn all{LogTurn::go_on};
         bool one_leaves = false;
         for (int rank = 0; rank < inner.size(); rank++) {
-            const LogTurn::Kind kind = LogTurn::Kind(turns[3 * rank]);
+            const LogTurn::Kind kind = LogTurn::Kind(turns[4 * rank]);
             if (kind > all.kind) { all = {kind}; }
-            if (kind == all.kind) { all.step = std::max(all.step, long(turns[3 * rank + 1])); }
-            one_leaves = one_leaves || turns[3 * rank + 2] != 0;
+            if (kind == all.kind) { all.step = std::max(all.step, long(turns[4 * rank + 1])); }
+            one_leaves = one_leaves || turns[4 * rank + 2] != 0;
+            has_loaded = has_loaded || turns[4 * rank + 3] != 0;  // then all ranks have joined
         }
         all_leave = one_leaves && all.kind == LogTurn::wait;
         return all;
@@ -361,6 +362,8 @@ private:
         }
         if (shard.feedback.is_in_flight(sync.number)) {
             shard.feedback.end(sync.fragment, sync.number, counted && report.applied(), main);
+        } else if (counted && report.applied()) {  // an earlier start sent them, and its new ones are lost
+            shard.feedback.clear(sync.fragment, main);
         }
         main.record(applied);
         applied.synchronize();  // then the received payloads may be overwritten, and the sums are there
@@ -523,8 +526,8 @@ private:
         partial = Buffer<double>(partial_sums(workers));
         sums = Buffer<double>(most_row_sums(workers));
         host_sums = HostBuffer<double>(most_row_sums(workers));
-        turns = HostBuffer<int64_t>(3 * inner.size());
-        device_turns = Buffer<int64_t>(3 * (1 + inner.size()));
+        turns = HostBuffer<int64_t>(4 * inner.size());
+        device_turns = Buffer<int64_t>(4 * (1 + inner.size()));
     }
 
     // Before step 1: uses once everything that a sync needs of the device.
@@ -568,8 +571,8 @@ private:
     bool is_warned = false;
     std::string given_up;
     bool leaves = false, all_leave = false;  // this rank ended the wait; all ranks of the worker did
-    HostBuffer<int64_t> turns;               // (ranks, 3): kind, step, leaves
-    Buffer<int64_t> device_turns;            // (1 + ranks, 3): this rank's, then the same
+    HostBuffer<int64_t> turns;               // (ranks, 4): kind, step, leaves, has_loaded
+    Buffer<int64_t> device_turns;            // (1 + ranks, 4): this rank's, then the same
     Event gathered, applied;
     Now now;
     Timestamp idle_from;

@@ -586,6 +586,13 @@ def test_a_worker_that_is_late_joins_by_a_snapshot(workers):
     steps = [line["step"] for line in run[2].lines("step")]
     assert run[2].counted() and all(step <= 3 or step >= 40 for step in steps)  # 3: where sync 0 is due
     assert run[0].happened("joined", of=2)
+    assert data_position(run[2]) == data_position(run[0])  # as if it had trained all along
+
+
+def data_position(worker):
+    """Where a worker continues in its part of the data, by its last checkpoint."""
+    state = (worker.folder / f"worker_{worker.number}" / "state_00000064_00000.bin").read_bytes()
+    return re.search(rb"data\.epoch[= ]+(\d+)", state)[1], re.search(rb"data\.row[= ]+(\d+)", state)[1]
 
 
 def test_a_worker_that_is_late_goes_through_the_log_where_all_of_it_is_there(workers):
@@ -597,6 +604,8 @@ def test_a_worker_that_is_late_goes_through_the_log_where_all_of_it_is_there(wor
     run.end_well()
     assert not run[2].happened("needs_snapshot") and run[2].counted()
     assert sorted(run[2].merged()) == list(range(LAST_SYNC + 1))
+    late = [line["lr"] for line in run[2].lines("step") if line["step"] > 3]  # of 0.01: it warms up, perhaps twice
+    assert all(rate < 0.001 * (update + 1.5) for update, rate in enumerate(late[:10])), late
 
 
 def test_two_join_at_once(workers):
