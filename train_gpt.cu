@@ -680,14 +680,15 @@ inline TrainingSnapshot& take_snapshot(Run& run, long step) {
 // Acts on the outcome of an exchange. Its syncs are reported later, when their means have been applied.
 inline void follow(Run& run, const Outcome& outcome) {
     Worker& worker = *run.worker;
-    const bool jumps_at_first = outcome.step > run.step && run.session.totals.updates < join_warmup_updates;
+    const bool is_new = run.session.totals.updates < join_warmup_updates, jumps = outcome.step > run.step;
     run.step = outcome.step;
     run.course = outcome.course;
     run.session.report.events(run.step, outcome.events);
-    if (!outcome.joined && !jumps_at_first) { return; }
+    if (!outcome.joined && !(is_new && jumps)) { return; }
     run.session.totals.joined_after = run.session.totals.updates;
-    run.inputs.train_loader->skip_to(outcome.step * run.options.micro_steps());  // no row a second time
-    if (outcome.joined && run.options.elastic.join_moments) { return; }  // taken from the snapshot, too
+    // It may have lost its disk, and should train on no row a second time.
+    if (is_new) { run.inputs.train_loader->skip_to(outcome.step * run.options.micro_steps()); }
+    if (!outcome.joined || run.options.elastic.join_moments) { return; }  // taken from the snapshot, too
     for (Buffer<float>* b : {&worker.m, &worker.v}) { device::set_zero(b->data(), b->count(), run.main); }
     worker.adamw_updates = 0;
 }

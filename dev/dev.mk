@@ -1,5 +1,5 @@
 # Developers' targets; the Makefile, which includes this file, has the users'. dev/README.md says what they find.
-# make test-long       make test, and what takes too long for it: sanitizers, fuzzers, nvcc, benchmarks' trials
+# make test-long       what takes too long for make test, too: sanitizers, fuzzers, nvcc, benchmarks' trials
 # make test-commands   every command that the documents show, those that take minutes too
 # make test-emulated   CUDA kernels on this CPU, with three kinds of sanitizers (part of make test-long)
 # make check-cuda      the same kernels compiled by nvcc, and what it made of them (part of make test-long)
@@ -147,7 +147,7 @@ test-emulated: setup
 # For the GPUs of 2020, 2022 and 2024, and linked where NCCL is; nvcc's warnings are errors. In fp32 one GPU is enough,
 # and of the kernels' tests that nvcc compiles them: the trainer has all kernels.
 build/nvcc/%: CI = true
-build/nvcc/%: GPU_FLAGS += -Xcompiler -O1
+build/nvcc/%: GPU_FLAGS += -Xcompiler -O1  # of the host's code, which g++ optimizes elsewhere
 CUDA_TESTS = $(LAYER_TESTS:%=build/nvcc/%.ptx) build/nvcc/test_kernels.ptx
 check-cuda:
 ifeq ($(NVCC),)

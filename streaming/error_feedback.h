@@ -48,11 +48,6 @@ public:
         device::set_zero(residuals.data(), count(), stream);
     }
 
-    // The same for a fragment that is not in flight.
-    void clear(int fragment, Stream& stream) {
-        if (!values.empty()) { device::set_zero(of(fragment), values[size_t(fragment)], stream); }
-    }
-
     // Of all fragments.
     long count() const { return residuals.count(); }
 

@@ -37,7 +37,7 @@ struct Outcome {
     long step = 0;                       // the next step is the one after it; it may be later than the call's
     std::vector<SyncReport> syncs = {};  // that ended
     std::vector<OuterEvent> events = {};
-    bool joined = false;                 // local was replaced by another worker's global parameters
+    bool joined = false;  // another worker's global parameters replaced local, of this rank or another
     Course course = continues;
 };
 

@@ -13,9 +13,11 @@
 #include <numeric>
 
 #if defined(EMULATOR_THREAD_SANITIZER)
-// In place of thread sanitizer's: those visit all fibers after each sleep, for a remark in reports, which takes
-// a quarter of a trainer's time.
-extern "C" int nanosleep(const timespec* time, timespec* left) { return int(syscall(SYS_nanosleep, time, left)); }
+// In place of thread sanitizer's: those visit all fibers after each sleep, for a remark in reports, which
+// takes a quarter of a trainer's time.
+extern "C" int nanosleep(const timespec* time, timespec* left) {
+    return int(syscall(SYS_nanosleep, time, left));
+}
 extern "C" int usleep(useconds_t microseconds) {
     const timespec time = {time_t(microseconds / 1000000), long(microseconds % 1000000) * 1000};
     return nanosleep(&time, nullptr);

@@ -117,15 +117,18 @@ def token_shard(tokens):
 
 def batches(tokens, worker, options):
     """Yields (inputs, targets) of a worker without end: its rows of each sample. A sample has as many rows as the
-    batches of all workers together.   options: with lists, of all workers"""
+    batches of all workers together, or as their steps if they may differ.   options: with lists, of all workers"""
     import torch
-    time, counts = options["-t"], [of_worker(options, w)["-b"] for w in range(options["--workers"])]
+    time, all_options = options["-t"], [of_worker(options, w) for w in range(options["--workers"])]
+    may_differ, size = options.get("--outer-weights") == "tokens", all_options[worker]["-b"]
+    counts = [own["-d"] // time if may_differ else own["-b"] for own in all_options]
     first, sample = sum(counts[:worker]), sum(counts)
     order = row_order((len(tokens) - 1) // time, sample, options)
     while True:
         rows = [next(order) for _ in range(sample)][first:first + counts[worker]]
-        text = np.stack([tokens[row * time:row * time + time + 1] for row in rows])
-        yield torch.from_numpy(text[:, :-1]), torch.from_numpy(text[:, 1:])
+        for begin in range(0, len(rows), size):
+            text = np.stack([tokens[row * time:row * time + time + 1] for row in rows[begin:begin + size]])
+            yield torch.from_numpy(text[:, :-1]), torch.from_numpy(text[:, 1:])
 
 
 def row_order(count, sample, options):

@@ -32,13 +32,14 @@ inline void use_interface(const std::string& name) {
 }
 
 // UserError if this program has no code for a GPU.   oldest: the first compute capability that it was built
-// for, times 100: it also has code for later ones
+// for, times 100: it also has code for later ones, unless its last GPU_ARCH ends in a or f
 inline void check_code_for(const cudaDeviceProp& gpu, int oldest) {
-    if (100 * gpu.major + 10 * gpu.minor >= oldest) { return; }
-    throw UserError(format("this program is built for GPUs of compute capability %d.%d and later, and this %s "
-                           "has %d.%d: build it with make train_gpt GPU_ARCH=%d%d (80 is the least)",
-                           oldest / 100, oldest / 10 % 10, gpu.name, gpu.major, gpu.minor, gpu.major,
-                           gpu.minor));
+    const int here = 100 * gpu.major + 10 * gpu.minor;
+    if (here >= oldest) { return; }
+    const std::string advice = format("build it with make train_gpt GPU_ARCH=%d%d", gpu.major, gpu.minor);
+    throw UserError(format("this program is built for GPUs of compute capability %d.%d and later, and %s has "
+                           "%d.%d: ", oldest / 100, oldest / 10 % 10, gpu.name, gpu.major, gpu.minor) +
+                    (here < 800 ? "use an A100 (8.0) or a later one" : advice));
 }
 
 // Uses a GPU of this machine: `number` modulo their count. UserError if there is none that it can use.

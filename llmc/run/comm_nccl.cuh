@@ -24,6 +24,7 @@ namespace cuda {
 
 class NcclComm : public ::Comm {
 public:
+    // is_outer: non-blocking, one SM, timed; else blocking, and as many SMs as NCCL chooses.
     // Throws CommError if some member has not joined within the group's timeout, unless the communicator is
     // blocking: then the watchdog ends the process.
     NcclComm(const CommGroup& group, bool is_outer) : group(group), is_outer(is_outer) {

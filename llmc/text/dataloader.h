@@ -35,7 +35,7 @@ const int32_t tokens_magic = 20240520;
 // Where the next batch lies. Part of the training state.
 struct DataPosition {
     uint64_t epoch = 0;
-    uint64_t row = 0;  // in this epoch's order: the first row of the batch, of all processes together
+    uint64_t row = 0;  // in this epoch's order: the first row of the batch (share(): step) of all processes
 };
 
 class DataLoader {
@@ -66,8 +66,8 @@ public:
         return all;
     }
 
-    // Divides the rows anew, and starts over: `all` rows in turn are for all processes together. This one
-    // reads `count` batches of them, from row `first` on. UserError if there are not that many rows.
+    // Divides the rows anew, and starts over. A step takes the next `all` rows; this process reads `count`
+    // batches of them, from the `first`-th on. UserError if there are not that many rows.
     void share(long first, long all, int count = 1) {
         first_row = first;
         all_rows = all;
@@ -132,7 +132,7 @@ public:
         batch = 0;
     }
 
-    // Continues after `count` batches from the first epoch's beginning, unless it is there already.
+    // Continues after `count` batches from the first epoch's beginning, unless it is further already.
     void skip_to(long count) {
         const uint64_t rows = uint64_t(count / batches) * uint64_t(all_rows), all = uint64_t(epoch_rows);
         if (rows > next.epoch * all + next.row) { seek({rows / all, rows % all}); }
@@ -217,7 +217,7 @@ private:
     void check_length(const std::string& name, long count, long found) const {
         if (found >= all_rows) { return; }
         throw UserError(format("%s has %ld tokens, too few for one batch (%ld = %ld sequences of all "
-                               "processes x %d tokens, and one): use a smaller batch, or a longer text",
+                               "processes x %d tokens, and one): lower -b or -d, or take a longer text",
                                name.c_str(), count, all_rows * T + 1, all_rows, T));
     }
 
@@ -310,8 +310,8 @@ private:
     }
 
     int B, T;
-    long first_row, all_rows;  // in turn: this process's first one, and those of all processes
-    int batches = 1, batch = 0;  // that this process reads of them, and how many it has read
+    long first_row, all_rows;  // of a batch, or see share(): this process's first one, and those of all
+    int batches = 1, batch = 0;  // of this process in a step of share(); those of them that were read
     int vocab_size;
     uint64_t seed;
     bool shuffle;

@@ -362,8 +362,6 @@ private:
         }
         if (shard.feedback.is_in_flight(sync.number)) {
             shard.feedback.end(sync.fragment, sync.number, counted && report.applied(), main);
-        } else if (counted && report.applied()) {  // an earlier start sent them, and its new ones are lost
-            shard.feedback.clear(sync.fragment, main);
         }
         main.record(applied);
         applied.synchronize();  // then the received payloads may be overwritten, and the sums are there

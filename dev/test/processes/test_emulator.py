@@ -30,11 +30,11 @@ def results(build, program):
 def rows():
     """A program is run once; with pytest-xdist, programs run beside each other."""
     for build, program in PROGRAMS:
-        built = next((path for path in map(binary, ("plain", "address"), 2 * [program]) if path.exists()),
-                     binary(build, program))
+        built = [path for path in (binary(one, program) for one in BUILDS) if path.exists()]
+        newest = max(built, key=lambda path: path.stat().st_mtime, default=binary(build, program))
         marks = [pytest.mark.xdist_group(f"{build} {program}"),
                  pytest.mark.short if build == "plain" else pytest.mark.long]
-        yield from (pytest.param(build, program, name, marks=marks) for name in names(built))
+        yield from (pytest.param(build, program, name, marks=marks) for name in names(newest))
 
 
 @pytest.mark.parametrize("build,program,name", list(rows()))
