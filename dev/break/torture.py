@@ -99,6 +99,11 @@ def step_of(path):
     return int(path.name.split("_")[1].split(".")[0])
 
 
+def lineage_of(path):
+    """Which run wrote a state file: starts that resume keep it, one that finds no whole checkpoint has a new one."""
+    return path.read_bytes()[8 * 4:12 * 4]
+
+
 def set_back(folders, step):
     """Removes all checkpoints of later steps."""
     for folder in folders:
@@ -138,9 +143,10 @@ class Written:
         return max(map(step_of, done), default=0)
 
     def newest_whole(self):
-        """The newest step for which every process has its state; 0 if there is none."""
-        steps = [set(map(step_of, self.states(process).values())) for process in self.processes()]
-        return max(set.intersection(*steps), default=0)
+        """The newest step for which every process has its state, all of one run; 0 if there is none."""
+        found = [{(step_of(path), lineage_of(path)) for path in self.states(process).values()}
+                 for process in self.processes()]
+        return max(set.intersection(*found), default=(0, b""))[0]
 
 
 def compare_logs(run, expected):

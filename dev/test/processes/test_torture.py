@@ -9,7 +9,7 @@ import pytest
 
 from conftest import ROOT, TRAINER
 
-from torture import (COMMON, CONFIGURATIONS, Failure, Start, Torture, compare,  # noqa: E402
+from torture import (COMMON, CONFIGURATIONS, Failure, Start, Torture, Written, compare,  # noqa: E402
                      state_sections, torture)
 
 pytestmark = pytest.mark.skipif(not TRAINER.exists(), reason="train_gpt_cpu is not built: run make")
@@ -122,6 +122,18 @@ def test_a_run_that_resumes_from_an_earlier_step_than_its_newest_checkpoint_is_f
     one.check_resume(start, 6)
     with pytest.raises(Failure, match="the state of step 12"):
         one.check_resume(start, 12)
+
+
+def test_states_that_two_runs_left_are_no_checkpoint_of_either(tmp_path):
+    def write(step, process, lineage):
+        (tmp_path / f"state_{step:08d}_{process:05d}.bin").write_bytes(bytes(32) + lineage + bytes(976))
+    written = Written([tmp_path], 2)
+    for step, lineages in [(4, [b"a" * 16, b"a" * 16]), (8, [b"a" * 16, b"b" * 16])]:
+        for process, lineage in enumerate(lineages):
+            write(step, process, lineage)
+    assert written.newest_whole() == 4
+    write(8, 1, b"a" * 16)
+    assert written.newest_whole() == 8
 
 
 def run_tool(*words):
