@@ -42,13 +42,11 @@ HD inline float bits_to_float(uint32_t bits) {
 //     e^x = 2^n e^r,   n = round(x / ln 2),   r = x - n ln 2 in [-0.35, 0.35]  (ln 2 in two floats)
 //
 // and e^r by its minimax polynomial of degree 6. Error: below 0.9 ulp (test_layers sweeps the range of
-// float). Overflows to infinity, underflows through the denormals to 0, passes NaN on.
+// float). Infinity above the largest float, 0 below 2^-125, passes NaN on.
 
 HD_INLINE float exponential(float x) {
     const float round_to_integer =
         0x1.8p23f;  // added to a small float, leaves its nearest integer in the low bits
-    x = x > 89.0f ? 89.0f : x;                 // e^89 is above the largest float,
-    x = x < -104.0f ? -104.0f : x;             // e^-104 below half the smallest
     const float shifted = fmaf(x, 0x1.715476p0f, round_to_integer);
     const float n = shifted - round_to_integer;
     const float r =
@@ -59,13 +57,11 @@ HD_INLINE float exponential(float x) {
     p = fmaf(p, r, 0x1.555492p-3f);
     p = fmaf(p, r, 0x1.fffffcp-2f);
     p = fmaf(p, r, 1.0f);
-    p = fmaf(p, r, 1.0f);
-    // 2^n as a product of two: n reaches -150 and 128, which one float's exponent cannot hold.
-    const int32_t exponent = int32_t(float_to_bits(shifted)) - int32_t(float_to_bits(round_to_integer));
-    const int32_t half = exponent >> 1;
-    const uint32_t low = uint32_t(half) + 127,
-                   high = uint32_t(exponent - half) + 127;  // unsigned: a NaN's may be anything
-    return p * bits_to_float(low << 23) * bits_to_float(high << 23);
+    p = fmaf(p, r + r, 2.0f);
+    // 2 e^r times 2^(n - 1): a float's exponent holds -126 to 127.
+    float y = p * bits_to_float((float_to_bits(shifted) + 126u) << 23);
+    y = x < -0x1.5a92d6p6f ? 0.0f : y;
+    return x > 0x1.62e42ep6f ? INFINITY : y;  // e^x is above the largest float
 }
 
 HD_INLINE float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }

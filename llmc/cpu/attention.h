@@ -6,11 +6,10 @@
 //     dq = scale ds k,   dk = scale ds^T q
 //
 // A thread computes one (batch, head) at a time in scratch of its own, padded with zeros to whole tiles.
-// Tiles above the diagonal are skipped. Flops: 2 T^2 C forward and 5 T^2 C backward a sequence. Where matmuls
-// round their inputs to bf16, so do the products here: q, k, v, dout, p and ds are rounded; scores,
-// exponentials and sums are fp32. There, q is rounded twice: as it is stored, and times scale, which changes
-// it only if scale is no power of two. The factors of a product are words (llmc/cpu/tile_matmul.h), which lie
-// along the dimension that the product sums over:
+// Tiles above the diagonal are skipped. Flops: 2 T^2 C forward and 5 T^2 C backward a sequence. Forward, p is
+// e^(s - max), and out is divided by the sum. Where matmuls round their inputs to bf16, so do the products
+// here: q, k, v, dout, p and ds are rounded; scores, exponentials and sums are fp32. The factors of a product
+// are words (llmc/cpu/tile_matmul.h), which lie along the dimension that the product sums over:
 //
 //     rows          (t, i / 2): values of one row, adjacent along the head
 //     pairs         (t / 2, i): values of two adjacent rows
@@ -21,7 +20,9 @@
 #pragma once
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <optional>
+#include <type_traits>
 #include <vector>
 
 #include "llmc/arithmetic.h"
@@ -42,7 +43,7 @@ struct AttentionHead {
     const int words, ld_p;  // in a row of a head, and of probabilities
     const float scale;
     const bool amx = bf16 && multiplies_in_amx();
-    Buffer<float> q, k, v, dout;  // rows, q scaled
+    Buffer<float> q, k, v, dout;  // rows
     Buffer<float> q_pairs, k_pairs, v_pairs, dout_pairs;
     Buffer<float> kt, vt;                    // transposed rows
     Buffer<float> qt, dout_t;                // transposed pairs, with leading dimension ld_p
@@ -66,14 +67,18 @@ struct AttentionHead {
 
 // Packs values into words: rounds them to bf16, or copies them.   words: (n / in_word)   inp: (n)
 template <bool bf16, class T>
-inline void pack_row(float* words, const T* inp, int n, float scale = 1.0f) {
-    #pragma omp simd
-    for (int i = 0; i < n; i++) {
-        if (bf16) {
-            reinterpret_cast<uint16_t*>(words)[i] = bf16_bits(scale * widened(inp[i]));
-        } else {
-            words[i] = scale * widened(inp[i]);
+inline void pack_row(float* words, const T* inp, int n) {
+    if constexpr (bf16 && std::is_same_v<T, uint16_t>) {
+        memcpy(words, inp, size_t(n) * sizeof(T));
+    } else if constexpr (bf16) {
+        int i = 0;
+        for (; i + 2 * vector_width <= n; i += 2 * vector_width) {
+            round_two(words + i / 2, load(inp + i), load(inp + i + vector_width));
         }
+        for (; i < n; i++) { reinterpret_cast<uint16_t*>(words)[i] = bf16_bits(inp[i]); }
+    } else {
+        #pragma omp simd
+        for (int i = 0; i < n; i++) { words[i] = widened(inp[i]); }
     }
 }
 
@@ -85,25 +90,12 @@ inline void prefetch_row(const T* inp, long t, int ld, int hs) {
     for (int i = 0; i < hs; i += int(64 / sizeof(T))) { __builtin_prefetch(inp + (t + ahead) * ld + i); }
 }
 
-// out[t] = scale * inp[t].   out: rows of a head, but for its padding   inp: (T,hs), leading dimension ld
+// out[t] = inp[t].   out: rows of a head, but for its padding   inp: (T,hs), leading dimension ld
 template <bool bf16, class T>
-inline void pack_rows(AttentionHead<bf16>& x, Buffer<float>& out, const T* inp, int ld, float scale) {
+inline void pack_rows(AttentionHead<bf16>& x, Buffer<float>& out, const T* inp, int ld) {
     for (int t = 0; t < x.T; t++) {
         prefetch_row(inp, t, ld, x.hs);
-        pack_row<bf16>(out.data() + long(t) * x.words, inp + long(t) * ld, x.hs, scale);
-    }
-}
-
-// out[j,i] = inp[i,j].   out: (columns,rows), leading dimension ldo   inp: (rows,columns), ldi
-// rows: a multiple of 16
-inline void transpose(Buffer<float>& out, int ldo, const float* inp, int ldi, int rows, int columns) {
-    for (int first = 0; first < rows; first += 16) {
-        for (int j = 0; j < columns; j++) {
-            const float* from = inp + long(first) * ldi + j;
-            float* to = out.data() + long(j) * ldo + first;
-            #pragma omp simd
-            for (int i = 0; i < 16; i++) { to[i] = from[long(i) * ldi]; }
-        }
+        pack_row<bf16>(out.data() + long(t) * x.words, inp + long(t) * ld, x.hs);
     }
 }
 
@@ -121,6 +113,24 @@ inline const float* pair_rows(Buffer<float>& out, const Buffer<float>& rows, int
     return out.data();
 }
 
+// The same of rows of fp32, which it rounds.   columns: a multiple of 16
+template <bool bf16>
+inline const float* round_pairs(Buffer<float>& out, const Buffer<float>& rows, int count, int columns,
+                                int ld) {
+    if constexpr (!bf16) {
+        return rows.data();
+    } else {
+        for (int t = 0; t < count; t += 2) {
+            const float* row = rows.data() + long(t) * ld;
+            float* words = out.data() + long(t / 2) * ld;
+            for (int i = 0; i < columns; i += vector_width) {
+                round_pair(words + i, load(row + i), load(row + ld + i));
+            }
+        }
+        return out.data();
+    }
+}
+
 // A row of a gradient: out[i] = scale * inp[i], and sums[i] += the same.   out, sums, inp: (n)
 template <class T>
 inline void store_gradients(T* out, float* sums, const float* inp, int n, float scale) {
@@ -132,60 +142,82 @@ inline void store_gradients(T* out, float* sums, const float* inp, int n, float 
     }
 }
 
-// Turns the scores of one query into probabilities; those of later keys, up to `columns`, become 0.
-// Returns lse.   scores: (columns), the first `keys` valid
-inline float softmax_row(float* scores, int keys, int columns) {
-    float max = scores[0], sum = 0;
-    #pragma omp simd reduction(max : max)
-    for (int i = 0; i < keys; i++) { max = scores[i] > max ? scores[i] : max; }
-    #pragma omp simd reduction(+ : sum)
-    for (int i = 0; i < keys; i++) {
-        scores[i] = exponential(scores[i] - max);
-        sum += scores[i];
+// Replaces what keys later than a row's query have.
+// rows: (attention_queries,columns) of the last queries before key `columns`, with leading dimension ld
+inline void mask_later_keys(float* rows, int columns, int ld, float value) {
+    float* row = rows + columns - attention_queries;
+    for (int i = 0; i < attention_queries; i++, row += ld) {
+        #pragma omp simd
+        for (int j = 0; j < attention_queries; j++) { row[j] = j > i ? value : row[j]; }
     }
-    const float inverse = 1.0f / sum;
-    #pragma omp simd
-    for (int i = 0; i < keys; i++) { scores[i] *= inverse; }
-    std::fill(scores + keys, scores + columns, 0.0f);
-    return max + logf(sum);
+}
+
+// The largest of a query's scores.   scores: (columns), here and below a multiple of 16
+inline float max_of_row(const float* scores, int columns) {
+    Vector largest = load(scores);
+    for (int i = vector_width; i < columns; i += vector_width) {
+        const Vector v = load(scores + i);
+        largest = v > largest ? v : largest;
+    }
+    return reduce(largest, [](Vector a, Vector b) { return a > b ? a : b; });
+}
+
+// scores = e^(scale scores - shift). Returns their sum.
+inline float exponential_row(float* scores, float scale, float shift, int columns) {
+    Vector sums = {};
+    for (int i = 0; i < columns; i += vector_width) {
+        #pragma omp simd
+        for (int j = i; j < i + vector_width; j++) {
+            scores[j] = exponential(fma_rn(scores[j], scale, -shift));
+        }
+        sums += load(scores + i);
+    }
+    return sum_of(sums);
+}
+
+// Scores become p, and dp becomes ds.   dot: sum over hs of dout out
+inline void softmax_backward_row(float* scores, float* dp, float scale, float lse, float dot, int columns) {
+    for (int i = 0; i < columns; i += vector_width) {
+        #pragma omp simd
+        for (int j = i; j < i + vector_width; j++) {
+            scores[j] = exponential(fma_rn(scores[j], scale, -lse));
+            dp[j] = scores[j] * (dp[j] - dot);
+        }
+    }
 }
 
 // One head.   out: (T,hs) with leading dimension C   lse: (T)   qkv: (T,hs) of q, with leading dimension 3C
 template <bool bf16, class T>
 inline void attention_forward_head(AttentionHead<bf16>& x, T* out, float* lse, const T* qkv, int C) {
-    pack_rows(x, x.q, qkv, 3 * C, x.scale);
-    pack_rows(x, x.k, qkv + C, 3 * C, 1.0f);
-    pack_rows(x, x.v, qkv + 2 * C, 3 * C, 1.0f);
-    transpose(x.kt, x.ld_keys, x.k.data(), x.words, x.padded_T, x.words);
+    pack_rows(x, x.q, qkv, 3 * C);
+    pack_rows(x, x.k, qkv + C, 3 * C);
+    pack_rows(x, x.v, qkv + 2 * C, 3 * C);
+    transpose(x.kt.data(), x.ld_keys, x.k.data(), x.words, x.padded_T, x.words);
     const float* v = pair_rows<bf16>(x.v_pairs, x.v, x.padded_T, x.padded_hs, x.padded_hs);
     const Buffer<float>& p = bf16 ? x.p : x.scores;
     for (int first = 0; first < x.T; first += attention_queries) {
         const int keys = first + attention_queries, queries = std::min(attention_queries, x.T - first);
         tile_matmul<bf16>(x.scores.data(), x.ld_keys, x.q.data() + long(first) * x.words, x.words,
                           x.kt.data(), x.ld_keys, attention_queries, keys, x.words, false, x.amx);
+        mask_later_keys(x.scores.data(), keys, x.ld_keys, -INFINITY);
+        float max[attention_queries], sum[attention_queries];
+        for (int i = 0; i < queries; i++) {
+            max[i] = x.scale * max_of_row(x.scores.data() + long(i) * x.ld_keys, keys);
+        }
         for (int i = 0; i < queries; i++) {
             float* scores = x.scores.data() + long(i) * x.ld_keys;
-            lse[first + i] = softmax_row(scores, first + i + 1, keys);
+            sum[i] = exponential_row(scores, x.scale, max[i], keys);
             if (bf16) { pack_row<bf16>(x.p.data() + long(i) * x.ld_p, scores, keys); }
         }
         tile_matmul<bf16>(x.mixed.data(), x.padded_hs, p.data(), x.ld_p, v, x.padded_hs, attention_queries,
                           x.padded_hs, keys / x.in_word, false, x.amx);
         for (int i = 0; i < queries; i++) {
-            const float* from = x.mixed.data() + long(i) * x.padded_hs;
+            lse[first + i] = max[i] + logf(sum[i]);
+            const float *from = x.mixed.data() + long(i) * x.padded_hs, inverse = 1.0f / sum[i];
             T* to = out + long(first + i) * C;
             #pragma omp simd
-            for (int c = 0; c < x.hs; c++) { to[c] = rounded_to<T>(from[c]); }
+            for (int c = 0; c < x.hs; c++) { to[c] = rounded_to<T>(inverse * from[c]); }
         }
-    }
-}
-
-// One query's row of the backward: scores become p, dp becomes ds; both 0 for later keys, up to `columns`.
-// scores, dp: (columns), the first `keys` valid   dot: sum over hs of dout out
-inline void softmax_backward_row(float* scores, float* dp, float lse, float dot, int keys, int columns) {
-    #pragma omp simd
-    for (int i = 0; i < columns; i++) {
-        scores[i] = i < keys ? exponential(scores[i] - lse) : 0.0f;
-        dp[i] = i < keys ? scores[i] * (dp[i] - dot) : 0.0f;
     }
 }
 
@@ -199,23 +231,24 @@ inline void attention_backward_tile(AttentionHead<bf16>& x, const float* dout, c
                       attention_queries, keys, x.words, false, x.amx);
     tile_matmul<bf16>(x.dp.data(), x.ld_keys, x.dout.data() + row, x.words, x.vt.data(), x.ld_keys,
                       attention_queries, keys, x.words, false, x.amx);
+    mask_later_keys(x.scores.data(), keys, x.ld_keys, -INFINITY);
+    mask_later_keys(x.dp.data(), keys, x.ld_keys, 0.0f);
     for (int i = 0; i < attention_queries; i++) {
-        const int valid = i < queries ? first + i + 1 : 0;  // keys; none for padding
-        const T* o = out + long(first + i) * C;
-        const float* d = dout + long(first + i) * C;
+        float dot = 0, shift = 0;  // padding's, where q and dout are 0, and ds becomes 0
+        if (i < queries) {
+            const T* o = out + long(first + i) * C;
+            const float* d = dout + long(first + i) * C;
+            prefetch_row(out, first + i, C, x.hs);
+            dot = sum_over(x.hs, [=](int c) { return widened(o[c]) * d[c]; });
+            shift = lse[first + i];
+        }
         float *scores = x.scores.data() + long(i) * x.ld_keys, *dp = x.dp.data() + long(i) * x.ld_keys;
-        float dot = 0;
-        prefetch_row(out, first + i, C, x.hs);
-        #pragma omp simd reduction(+ : dot)
-        for (int c = 0; c < (valid ? x.hs : 0); c++) { dot += widened(o[c]) * d[c]; }
-        softmax_backward_row(scores, dp, valid ? lse[first + i] : 0.0f, dot, valid, keys);
-        if (!bf16) { continue; }
-        pack_row<bf16>(x.p.data() + long(i) * x.ld_p, scores, keys);
-        pack_row<bf16>(x.ds.data() + long(i) * x.ld_p, dp, keys);
+        softmax_backward_row(scores, dp, x.scale, shift, dot, keys);
+        if (bf16) { pack_row<bf16>(x.ds.data() + long(i) * x.ld_p, dp, keys); }
     }
-    const Buffer<float>&p = bf16 ? x.p : x.scores, &ds = bf16 ? x.ds : x.dp;
-    const float* p_pairs = pair_rows<bf16>(x.p_pairs, p, attention_queries, keys, x.ld_keys);
-    const float* ds_pairs = pair_rows<bf16>(x.ds_pairs, ds, attention_queries, keys, x.ld_keys);
+    const Buffer<float>& ds = bf16 ? x.ds : x.dp;
+    const float* p_pairs = round_pairs<bf16>(x.p_pairs, x.scores, attention_queries, keys, x.ld_keys);
+    const float* ds_pairs = round_pairs<bf16>(x.ds_pairs, x.dp, attention_queries, keys, x.ld_keys);
     tile_matmul<bf16>(x.dq.data() + long(first) * x.padded_hs, x.padded_hs, ds.data(), x.ld_p,
                       (bf16 ? x.k_pairs : x.k).data(), x.padded_hs, attention_queries, x.padded_hs,
                       keys / x.in_word, false, x.amx);
@@ -231,30 +264,30 @@ inline void attention_backward_tile(AttentionHead<bf16>& x, const float* dout, c
 template <bool bf16, class T>
 inline void attention_backward_head(AttentionHead<bf16>& x, T* dqkv, float* sums, const float* dout,
                                     const T* out, const T* qkv, const float* lse, int C) {
-    pack_rows(x, x.q, qkv, 3 * C, x.scale);
-    pack_rows(x, x.k, qkv + C, 3 * C, 1.0f);
-    pack_rows(x, x.v, qkv + 2 * C, 3 * C, 1.0f);
-    pack_rows(x, x.dout, dout, C, 1.0f);
-    transpose(x.kt, x.ld_keys, x.k.data(), x.words, x.padded_T, x.words);
-    transpose(x.vt, x.ld_keys, x.v.data(), x.words, x.padded_T, x.words);
+    pack_rows(x, x.q, qkv, 3 * C);
+    pack_rows(x, x.k, qkv + C, 3 * C);
+    pack_rows(x, x.v, qkv + 2 * C, 3 * C);
+    pack_rows(x, x.dout, dout, C);
+    transpose(x.kt.data(), x.ld_keys, x.k.data(), x.words, x.padded_T, x.words);
+    transpose(x.vt.data(), x.ld_keys, x.v.data(), x.words, x.padded_T, x.words);
     pair_rows<bf16>(x.k_pairs, x.k, x.padded_T, x.padded_hs, x.padded_hs);
     const float* q = pair_rows<bf16>(x.q_pairs, x.q, x.padded_T, x.padded_hs, x.padded_hs);
     const float* d = pair_rows<bf16>(x.dout_pairs, x.dout, x.padded_T, x.padded_hs, x.padded_hs);
-    transpose(x.qt, x.ld_p, q, x.padded_hs, x.padded_T / x.in_word, x.padded_hs);
-    transpose(x.dout_t, x.ld_p, d, x.padded_hs, x.padded_T / x.in_word, x.padded_hs);
+    transpose(x.qt.data(), x.ld_p, q, x.padded_hs, x.padded_T / x.in_word, x.padded_hs);
+    transpose(x.dout_t.data(), x.ld_p, d, x.padded_hs, x.padded_T / x.in_word, x.padded_hs);
     for (auto* one : {&x.dkt, &x.dvt}) { std::fill_n(one->data(), one->count(), 0.0f); }
     for (int first = 0; first < x.T; first += attention_queries) {
         attention_backward_tile(x, dout, out, lse, C, first);
     }
     // The pairs of q and dout are no longer needed: their memory receives dk and dv.
     Buffer<float>&dk = x.q_pairs, &dv = x.dout_pairs;
-    transpose(dk, x.padded_hs, x.dkt.data(), x.ld_keys, x.padded_hs, x.padded_T);
-    transpose(dv, x.padded_hs, x.dvt.data(), x.ld_keys, x.padded_hs, x.padded_T);
+    transpose(dk.data(), x.padded_hs, x.dkt.data(), x.ld_keys, x.padded_hs, x.padded_T);
+    transpose(dv.data(), x.padded_hs, x.dvt.data(), x.ld_keys, x.padded_hs, x.padded_T);
     for (int t = 0; t < x.T; t++, dqkv += 3 * C) {
         const long from = long(t) * x.padded_hs;
         float* sum = sums + long(t / rows_of_a_sum) * 3 * C;
         store_gradients(dqkv, sum, x.dq.data() + from, x.hs, x.scale);
-        store_gradients(dqkv + C, sum + C, dk.data() + from, x.hs, 1.0f);
+        store_gradients(dqkv + C, sum + C, dk.data() + from, x.hs, x.scale);
         store_gradients(dqkv + 2 * C, sum + 2 * C, dv.data() + from, x.hs, 1.0f);
     }
 }
@@ -283,8 +316,10 @@ inline void for_each_head_of(int B, int T, int hs, int NH, const Work& work) {
 
 template <typename Work>
 inline void for_each_head(bool bf16, int B, int T, int hs, int NH, const Work& work) {
-    bf16 && multiplies_bf16 ? for_each_head_of<true>(B, T, hs, NH, work)
-                            : for_each_head_of<false>(B, T, hs, NH, work);
+    if constexpr (multiplies_bf16) {
+        if (bf16) { return for_each_head_of<true>(B, T, hs, NH, work); }
+    }
+    for_each_head_of<false>(B, T, hs, NH, work);
 }
 
 // bf16: products round their inputs, if the program is built for a CPU that multiplies bf16.

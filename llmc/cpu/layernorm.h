@@ -8,6 +8,7 @@
 
 #include "llmc/cpu/activation.h"
 #include "llmc/cpu/gradient_sums.h"
+#include "llmc/cpu/vector.h"
 #include "llmc/stream.h"
 
 namespace cpu {
@@ -16,12 +17,8 @@ namespace cpu {
 template <class T>
 inline void layernorm_row(T* out, float* mean, float* rstd, const float* inp, const float* weight,
                           const float* bias, int C) {
-    float sum = 0, squares = 0;
-    #pragma omp simd reduction(+ : sum)
-    for (int c = 0; c < C; c++) { sum += inp[c]; }
-    const float m = sum / float(C);
-    #pragma omp simd reduction(+ : squares)
-    for (int c = 0; c < C; c++) { squares += (inp[c] - m) * (inp[c] - m); }
+    const float m = sum_over(C, [=](int c) { return inp[c]; }) / float(C);
+    const float squares = sum_over(C, [=](int c) { return (inp[c] - m) * (inp[c] - m); });
     const float r = 1.0f / sqrtf(squares / float(C) + 1e-5f);
     #pragma omp simd
     for (int c = 0; c < C; c++) { out[c] = rounded_to<T>((inp[c] - m) * r * weight[c] + bias[c]); }
@@ -49,9 +46,11 @@ inline void fused_residual_forward(float* residual, Activation normed, float* me
         #pragma omp parallel for
         for (int n = 0; n < N; n++) {
             const long at = long(n) * C;
+            const float *a = inp1 + at, *b = inp2 + at;
+            float* sum = residual + at;
             #pragma omp simd
-            for (long i = at; i < at + C; i++) { residual[i] = inp1[i] + inp2[i]; }
-            layernorm_row(rows + at, mean + n, rstd + n, residual + at, weight, bias, C);
+            for (int c = 0; c < C; c++) { sum[c] = a[c] + b[c]; }
+            layernorm_row(rows + at, mean + n, rstd + n, sum, weight, bias, C);
         }
     });
 }
@@ -62,19 +61,14 @@ inline void fused_residual_forward(float* residual, Activation normed, float* me
 inline void layernorm_backward_row(float* dinp, float* dweight, float* dbias, float* dinp_sum,
                                    const float* dout, const float* inp, const float* weight, float mean,
                                    float rstd, int C) {
-    float sum = 0, sum_x = 0;
-    #pragma omp simd reduction(+ : sum, sum_x)
-    for (int c = 0; c < C; c++) {
-        const float d = weight[c] * dout[c];
-        sum += d;
-        sum_x += d * ((inp[c] - mean) * rstd);
-    }
-    const float mean_d = sum / float(C), mean_dx = sum_x / float(C);
+    const auto d = [=](int c) { return weight[c] * dout[c]; };
+    const auto x = [=](int c) { return (inp[c] - mean) * rstd; };
+    const float mean_d = sum_over(C, d) / float(C);
+    const float mean_dx = sum_over(C, [=](int c) { return d(c) * x(c); }) / float(C);
     #pragma omp simd
     for (int c = 0; c < C; c++) {
-        const float x = (inp[c] - mean) * rstd;
-        dinp[c] += rstd * (weight[c] * dout[c] - mean_d - x * mean_dx);
-        dweight[c] += dout[c] * x;
+        dinp[c] += rstd * (d(c) - mean_d - x(c) * mean_dx);
+        dweight[c] += dout[c] * x(c);
         dbias[c] += dout[c];
         dinp_sum[c] += dinp[c];
     }

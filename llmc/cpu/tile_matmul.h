@@ -7,37 +7,41 @@
 // fused multiply-adds. With AMX it keeps 32 x 32 sums in four tile registers, and each step adds the products
 // of 16 words of 32 rows of a and 32 columns of b.
 #pragma once
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 
+#include "llmc/cpu/vector.h"
+
 namespace cpu {
 
-#if defined(__AVX512F__)
-const int vector_width = 16, tile_rows = 8;
-#elif defined(__AVX2__)
-const int vector_width = 8, tile_rows = 4;
-#else
-const int vector_width = 4, tile_rows = 4;
-#endif
-typedef float Vector __attribute__((vector_size(4 * vector_width)));
+const int tile_rows = vector_width == 16 ? 8 : 4;
 
-inline Vector load(const float* from) {
-    Vector v;
-    memcpy(&v, from, sizeof v);
-#if defined(__AVX2__) && !defined(__AVX512F__)
-    asm("" : "+x"(v));  // stays in a register: tuned for AMD, g++ would read it again for each product
-#endif
-    return v;
-}
-
-inline void store(float* to, Vector v) { memcpy(to, &v, sizeof v); }
+// Two vectors, rounded to bf16: the values of `first`, and then those of `second`. Denormals become 0, as
+// they are for products. Defined where the CPU multiplies bf16.
+template <class V>
+void round_two(float* words, V first, V second);
+// The same, in pairs: words[i] = first[i], second[i].
+template <class V>
+void round_pair(float* words, V first, V second);
 
 #if defined(__AVX512BF16__)
 const bool multiplies_bf16 = true;
+
+template <>
+inline void round_two(float* words, Vector first, Vector second) {
+    const __m512bh rounded = _mm512_cvtne2ps_pbh(second, first);
+    memcpy(words, &rounded, sizeof rounded);
+}
+
+template <>
+inline void round_pair(float* words, Vector first, Vector second) {
+    typedef short Halves __attribute__((vector_size(64)));
+    Halves order = {};
+    for (int i = 0; i < 32; i++) { order[i] = short(i / 2 + i % 2 * 16); }
+    const Halves pairs = __builtin_shuffle((Halves)_mm512_cvtne2ps_pbh(second, first), order);
+    memcpy(words, &pairs, sizeof pairs);
+}
 #else
 const bool multiplies_bf16 = false;
 #endif
