@@ -11,6 +11,7 @@
 #include <cmath>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -470,13 +471,13 @@ inline float validation_loss(Worker& worker, DataLoader& loader, int B, int T, l
 inline double eval_accuracy(Worker& worker, const EvalSet& set, int B, int T) {
     Model& model = worker.model;
     Scalars* scalars = worker.scalars;
-    EvalBatches batches(set, B, T, worker.comm.rank(), worker.comm.size());
-    float correct = batches.score_all([&](const EvalBatch& batch, float* losses) {
+    auto losses_of = [&](const EvalBatch& batch, float* losses) {
         worker.progress();
         forward(model, batch.inputs.data(), batch.B, batch.T, worker.main);
         classify(model, batch.targets.data(), batch.B, batch.T, &scalars->loss, 0, 0, false, worker.main);
         device::copy_to_host(losses, model.acts.losses.data(), long(batch.B) * batch.T, worker.main);
-    });
+    };
+    float correct = float(count_right(set, B, T, worker.comm.rank(), worker.comm.size(), losses_of));
     device::copy_to_device(&scalars->loss, &correct, 1, worker.main);
     sum_over_ranks(worker, &scalars->loss, 1);
     device::copy_to_host(&correct, &scalars->loss, 1, worker.main);
@@ -536,7 +537,7 @@ struct Run {  // everything that a process holds while it trains
     std::unique_ptr<Model> model{};
     std::unique_ptr<Worker> worker{};
     std::unique_ptr<OuterLoop> outer{};           // Streaming DiLoCo; null: workers exchange nothing
-    std::unique_ptr<Checkpoints> checkpoints{};   // null: nothing is written
+    std::optional<Checkpoints> checkpoints{};     // none: nothing is written
     std::string agreed_options{};                 // the options that all workers share
     long step = 0, step_before = 0, saved_step = 0;  // now, before the last update, in the last checkpoint
     StepResult results[2]{};                      // of this update and of the one before
@@ -925,10 +926,9 @@ inline void set_up(Run& run) {
         exchanges = plan(o.diloco, run.fragments, run.inputs.layout, o.workers);
     }
     resumed.state.reset();
-    OuterLoop* outer = run.outer.get();
-    run.checkpoints = run.session.make_checkpoints(
-        run.inputs, [outer] { return outer ? &outer->snapshot() : nullptr; },
-        [outer] { if (outer) { outer->checkpointed(); } });
+    auto snapshot = [&run] { return run.outer ? &run.outer->snapshot() : nullptr; };
+    auto when_whole = [&run] { if (run.outer) { run.outer->checkpointed(); } };
+    if (!o.output.empty()) { run.checkpoints.emplace(run.session, run.inputs, snapshot, when_whole); }
     run.session.announce(run.inputs, offsets(run.fragments), run.model->matmul.description(), exchanges);
 }
 

@@ -16,12 +16,12 @@
 #include <cstdio>
 #include <cstring>
 #include <functional>
-#include <memory>
 #include <new>
 #include <string>
 #include <utility>
 
 #include "llmc/error.h"
+#include "llmc/owned_array.h"
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "files are little-endian and read as they lie");
 
@@ -143,14 +143,14 @@ private:
 // XXH3_64bits of what is added to it.
 class Checksum {
 public:
-    Checksum() : state(XXH3_createState(), XXH3_freeState) {
+    Checksum() : state(XXH3_createState()) {
         if (!state || XXH3_64bits_reset(state.get()) != XXH_OK) { throw std::bad_alloc(); }
     }
     void add(const void* data, size_t bytes) { XXH3_64bits_update(state.get(), data, bytes); }
     uint64_t value() const { return XXH3_64bits_digest(state.get()); }
 
 private:
-    std::unique_ptr<XXH3_state_t, decltype(&XXH3_freeState)> state;
+    Owned<XXH3_state_t, XXH3_freeState> state;
 };
 
 // Returns once the folder's names, as they were added and removed, are on the disk.

@@ -1,9 +1,19 @@
+// Owned: a C library's object, which `free` frees with its owner.
 // OwnedArray: an array that is freed with its owner. Memory provides its memory:
 //     static void* take(size_t bytes);    // all zero bits; throws if there is no more
 //     static void give_back(void* p);     // does nothing for null
 #pragma once
 #include <cstddef>
+#include <memory>
 #include <utility>
+
+template <auto free>
+struct CallFree {
+    template <class T>
+    void operator()(T* p) const { free(p); }
+};
+template <class T, auto free>
+using Owned = std::unique_ptr<T, CallFree<free>>;
 
 template <class T, class Memory>
 class OwnedArray {

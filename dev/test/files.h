@@ -53,6 +53,14 @@ std::string bytes_of(const std::vector<T>& values) {
     return std::string(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(T));
 }
 
+// The values of a section of a state.
+template <typename T, typename State>
+std::vector<T> saved_values(const State& state, const std::string& section) {
+    std::vector<T> values(state.bytes(section) / sizeof(T));
+    state.read(section, values.data(), values.size() * sizeof(T));
+    return values;
+}
+
 // The message of the UserError that `call` must throw; anything else fails the test.
 template <typename Call>
 std::string user_error(Call call) {

@@ -12,34 +12,27 @@
 
 #include "llmc/checkpoint/checkpointer.h"
 #include "llmc/checkpoint/model_file.h"
-#include "llmc/checkpoint/state_file.h"
 #include "llmc/checkpoint/training_state.h"
-#include "llmc/run/logger.h"
-#include "llmc/run/process.h"
-#include "llmc/run/watchdog.h"
+#include "llmc/run/session.h"
 
 class Checkpoints {
 public:
-    // who: identifies this process in its state files   keep, major: -nk, -nm
     // outer_snapshot: returns the outer optimizer's snapshot, or null if there is no outer optimizer
-    // use_device: makes the writing thread use this process's device
     // when_whole: called on the writing thread once a checkpoint would survive a crash
-    Checkpoints(const std::string& folder, const Process& process, const StateIdentity& who, long keep,
-                long major, const GptShape& shape, const Layout& layout, bool writes_model,
-                std::function<OuterSnapshot*()> outer_snapshot, Logger& logger, StatusLine& status,
-                Watchdog& watchdog, std::function<void()> use_device, std::function<void()> when_whole)
-        : who(who), shape(shape), layout(layout), writes_model(writes_model),
-          outer_snapshot(std::move(outer_snapshot)), logger(logger), status(status), watchdog(watchdog),
-          use_device(std::move(use_device)), when_whole(std::move(when_whole)),
-          writer(folder, process, keep, major) {
-        writer.forget_later(who.step, who.lineage);
+    Checkpoints(Session& session, const Inputs& in, std::function<OuterSnapshot*()> outer_snapshot,
+                std::function<void()> when_whole)
+        : session(session), in(in), outer_snapshot(std::move(outer_snapshot)),
+          when_whole(std::move(when_whole)),
+          writer(session.folder, session.process, session.options.keep_checkpoints,
+                 session.options.major_checkpoints) {
+        writer.forget_later(session.resumed.step, session.resumed.lineage);
     }
 
     // Allocates the snapshot, so that the first checkpoint does not have to.
     void allocate() {
         if (!snapshot) {
-            snapshot = std::make_unique<TrainingSnapshot>(layout.shard_size(), outer_snapshot(),
-                                                          writes_model ? layout.size : 0);
+            snapshot = std::make_unique<TrainingSnapshot>(in.layout.shard_size(), outer_snapshot(),
+                                                          session.is_first() ? in.layout.size : 0);
         }
     }
 
@@ -49,7 +42,7 @@ public:
     TrainingSnapshot& next(bool is_last) {
         if (!writer.is_idle()) {
             if (is_last) { snapshot->abandon(); }
-            const Watchdog::Alone alone(watchdog);
+            const Watchdog::Alone alone(session.watchdog);
             writer.wait();
         }
         allocate();
@@ -60,18 +53,17 @@ public:
     void write(long step, bool is_last_of_run, Stream& copies) {
         snapshot->end_copies(copies);
         CheckpointJob job;
-        job.identity = who;
-        job.identity.step = step;
+        job.identity = state_identity(session.options, session.process, step, session.resumed.lineage);
         job.is_last = is_last_of_run;
         job.ready = [this] {
-            use_device();
+            device::use_in_this_thread(session.device);
             snapshot->wait();
-            logger.sync();  // a resumed run continues this log: it must not lack lines after a power failure
+            session.logger.sync();  // a resumed run continues this log: a power failure must not cut it short
         };
         job.sections = [this] { return snapshot->sections(); };
-        if (writes_model) {
+        if (session.is_first()) {
             job.write_model = [this](const std::string& path) {
-                write_model(path, shape, layout, snapshot->model.data());
+                write_model(path, in.shape, in.layout, snapshot->model.data());
             };
         }
         job.when_whole = when_whole;
@@ -79,13 +71,13 @@ public:
     }
 
     void print_messages() {
-        for (const std::string& message : writer.take_messages()) { status.print(message); }
+        for (const std::string& message : writer.take_messages()) { session.status.print(message); }
     }
 
     // Waits for the last checkpoint. RunError if it does not become whole.
     void finish() {
-        const Watchdog::Alone alone(watchdog);
-        writer.finish([this](const std::string& message) { status.print(message); });
+        const Watchdog::Alone alone(session.watchdog);
+        writer.finish([this](const std::string& message) { session.status.print(message); });
     }
 
     // Before this process ends early: removes half-written files, which would otherwise take space on the
@@ -96,15 +88,10 @@ public:
     }
 
 private:
-    const StateIdentity who;
-    const GptShape shape;
-    const Layout& layout;
-    const bool writes_model;
+    Session& session;
+    const Inputs& in;
     const std::function<OuterSnapshot*()> outer_snapshot;
-    Logger& logger;
-    StatusLine& status;
-    Watchdog& watchdog;
-    const std::function<void()> use_device, when_whole;
+    const std::function<void()> when_whole;
     std::unique_ptr<TrainingSnapshot> snapshot;
     Checkpointer writer;  // last, so that its thread ends before the snapshot is destroyed
 };

@@ -281,8 +281,8 @@ inline std::unique_ptr<StateReader> reshape_state(const StoredRun& run, const Ru
     outer->adapt(shard);
 
     const std::string fields = new_fields(source, *outer).text(), options = source.reader.text("options");
-    std::vector<char> outliers;  // the same on all ranks of a worker; the first version did not have them
-    if (source.reader.has("outliers")) { outliers = source.reader.values<char>("outliers"); }
+    std::string outliers;  // the same on all ranks of a worker; the first version did not have them
+    if (source.reader.has("outliers")) { outliers = source.reader.text("outliers"); }
     std::vector<StateSection> sections = {
         {"fields", fields.data(), fields.size()},
         {"options", options.data(), options.size()},

@@ -248,14 +248,6 @@ public:
         read_at(out, count, place.offset);
     }
 
-    template <class T>
-    std::vector<T> values(const std::string& name) const {
-        if (bytes(name) % sizeof(T) != 0) { file.fail("has a '" + name + "' that ends within a value"); }
-        std::vector<T> all(bytes(name) / sizeof(T));
-        read(name, all.data(), bytes(name));
-        return all;
-    }
-
 private:
     struct Place {
         int64_t offset, bytes;

@@ -18,7 +18,6 @@
 
 #include <array>
 #include <map>
-#include <memory>
 #include <string>
 #include <type_traits>
 
@@ -28,6 +27,7 @@
 #include "llmc/cuda/memory.cuh"
 #include "llmc/cuda/stream.cuh"
 #include "llmc/floatx.h"
+#include "llmc/owned_array.h"
 
 namespace cuda {
 
@@ -83,16 +83,6 @@ inline void multiply_by_gelu_derivative(floatX* dinp, float* column_sums, const 
 }
 
 // ---- products
-
-// cuBLASLt's objects with owners.
-struct CublasLtDestroy {
-    void operator()(cublasLtHandle_t p) const { cublasLtDestroy(p); }
-    void operator()(cublasLtMatmulDesc_t p) const { cublasLtMatmulDescDestroy(p); }
-    void operator()(cublasLtMatrixLayout_t p) const { cublasLtMatrixLayoutDestroy(p); }
-    void operator()(cublasLtMatmulPreference_t p) const { cublasLtMatmulPreferenceDestroy(p); }
-};
-template <class Pointer>
-using CublasLtOwner = std::unique_ptr<std::remove_pointer_t<Pointer>, CublasLtDestroy>;
 
 // All activations are floatX here (compare llmc/cpu/activation.h).
 using Activation = floatX*;
@@ -172,10 +162,11 @@ private:
     // As much as cuBLAS itself takes on Hopper; 4 MiB would do on earlier GPUs.
     static constexpr size_t workspace_bytes = size_t(32) << 20;
 
+    using OwnedLayout = Owned<cublasLtMatrixLayoutOpaque_t, cublasLtMatrixLayoutDestroy>;
     struct Plan {
         std::string problem;  // in words, for errors
-        CublasLtOwner<cublasLtMatmulDesc_t> operation;
-        CublasLtOwner<cublasLtMatrixLayout_t> a, b, out;
+        Owned<cublasLtMatmulDescOpaque_t, cublasLtMatmulDescDestroy> operation;
+        OwnedLayout a, b, out;
         cublasLtMatmulAlgo_t algorithm;
     };
 
@@ -203,11 +194,11 @@ private:
     }
 
     // A row-major (rows,columns), as cuBLASLt sees it.
-    static CublasLtOwner<cublasLtMatrixLayout_t> layout(cudaDataType_t type, int rows, int columns) {
+    static OwnedLayout layout(cudaDataType_t type, int rows, int columns) {
         cublasLtMatrixLayout_t made;
         check(cublasLtMatrixLayoutCreate(&made, type, uint64_t(columns), uint64_t(rows), columns),
               "a layout");
-        return CublasLtOwner<cublasLtMatrixLayout_t>(made);
+        return OwnedLayout(made);
     }
 
     // For any pointers that multiply() takes.
@@ -246,7 +237,7 @@ private:
     cublasLtMatmulAlgo_t find_algorithm(const Plan& plan, int k) const {
         cublasLtMatmulPreference_t made;
         check(cublasLtMatmulPreferenceCreate(&made), plan.problem);
-        const CublasLtOwner<cublasLtMatmulPreference_t> preference(made);
+        const Owned<cublasLtMatmulPreferenceOpaque_t, cublasLtMatmulPreferenceDestroy> preference(made);
         auto prefer = [&](cublasLtMatmulPreferenceAttributes_t attribute, auto value) {
             check(cublasLtMatmulPreferenceSetAttribute(made, attribute, &value, sizeof value), plan.problem);
         };
@@ -274,7 +265,7 @@ private:
     cublasComputeType_t compute;
     const int sms;  // that products are planned for; 0: all
     Buffer<unsigned char> workspace;
-    CublasLtOwner<cublasLtHandle_t> handle;
+    Owned<cublasLtContext, cublasLtDestroy> handle;
     std::map<Key, Plan> plans;
 };
 

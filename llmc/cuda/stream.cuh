@@ -14,18 +14,13 @@
 
 namespace cuda {
 
-// A cudaEvent_t with an owner. Streams that wait for it still do after it is destroyed.
-class EventHandle {
-public:
-    explicit EventHandle(unsigned flags) { cudaCheck(cudaEventCreateWithFlags(&event, flags)); }
-    ~EventHandle() { cudaEventDestroy(event); }
-    EventHandle(const EventHandle&) = delete;
-    EventHandle& operator=(const EventHandle&) = delete;
-    operator cudaEvent_t() const { return event; }
-
-private:
-    cudaEvent_t event = nullptr;
-};
+// A cudaEvent_t with owners. Streams that wait for it still do after it is destroyed.
+using EventHandle = std::shared_ptr<CUevent_st>;
+inline EventHandle new_event(unsigned flags) {
+    cudaEvent_t event;
+    cudaCheck(cudaEventCreateWithFlags(&event, flags));
+    return {event, cudaEventDestroy};
+}
 
 // Whether the status that cudaEventQuery or cudaStreamQuery returned says that all is complete.
 inline bool is_complete(cudaError_t status) {
@@ -59,21 +54,21 @@ public:
     // True once all work before the point is done. Throws what work on the host threw.
     bool query() const {
         if (!host.query()) { return false; }
-        return !handle || is_complete(cudaEventQuery(*handle));
+        return !handle || is_complete(cudaEventQuery(handle.get()));
     }
 
     // Blocks until all work before the point is done. Throws what work on the host threw.
     void synchronize() const {
         host.synchronize();
         if (handle) {
-            wait_until_complete([this] { return cudaEventQuery(*handle); });
+            wait_until_complete([this] { return cudaEventQuery(handle.get()); });
         }
     }
 
 private:
     friend class Stream;
 
-    std::shared_ptr<EventHandle> handle;
+    EventHandle handle;
     cpu::Event host;  // on a hosted stream: the event has been recorded
 };
 
@@ -81,19 +76,19 @@ private:
 class Timestamp {
 public:
     // True once it is complete; for NCCL's streams, as a hosted one may not have recorded it yet.
-    bool query() const { return is_complete(cudaEventQuery(*handle)); }
+    bool query() const { return is_complete(cudaEventQuery(handle.get())); }
 
 private:
     friend class Stream;
     friend double seconds_between(const Timestamp& begin, const Timestamp& end);
 
-    std::shared_ptr<EventHandle> handle;
+    EventHandle handle;
 };
 
 // The time between two complete stamps: the host must have seen them, or a later event, complete.
 inline double seconds_between(const Timestamp& begin, const Timestamp& end) {
     float milliseconds = 0;
-    cudaCheck(cudaEventElapsedTime(&milliseconds, *begin.handle, *end.handle));
+    cudaCheck(cudaEventElapsedTime(&milliseconds, begin.handle.get(), end.handle.get()));
     return milliseconds / 1e3;
 }
 
@@ -149,10 +144,10 @@ public:
     // queue, which has not waited or recorded yet, keeps an event of its own.
     void record(Event& event) {
         if (!event.handle || event.handle.use_count() > 1) {
-            event.handle = std::make_shared<EventHandle>(cudaEventDisableTiming);
+            event.handle = new_event(cudaEventDisableTiming);
         }
         event.host = cpu::Event();
-        enqueue([handle = event.handle](cudaStream_t on) { cudaCheck(cudaEventRecord(*handle, on)); });
+        enqueue([handle = event.handle](cudaStream_t on) { cudaCheck(cudaEventRecord(handle.get(), on)); });
         if (host) { host->record(event.host); }
     }
 
@@ -164,15 +159,15 @@ public:
         if (!event.handle) { return; }
         enqueue([event](cudaStream_t on) {
             event.host.synchronize();  // another hosted stream may not have recorded it yet
-            cudaCheck(cudaStreamWaitEvent(on, *event.handle));
+            cudaCheck(cudaStreamWaitEvent(on, event.handle.get()));
         });
     }
 
     // The time at which everything enqueued so far has been done.
     Timestamp stamp() {
         Timestamp time;
-        time.handle = std::make_shared<EventHandle>(cudaEventDefault);
-        enqueue([handle = time.handle](cudaStream_t on) { cudaCheck(cudaEventRecord(*handle, on)); });
+        time.handle = new_event(cudaEventDefault);
+        enqueue([handle = time.handle](cudaStream_t on) { cudaCheck(cudaEventRecord(handle.get(), on)); });
         return time;
     }
 

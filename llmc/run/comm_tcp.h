@@ -113,22 +113,19 @@ private:
 
 class TcpComm : public cpu::Comm {
 public:
-    explicit TcpComm(const CommGroup& group)
-        : store(group.store), name(group.name), my_rank(group.rank), my_size(group.size),
-          timeout(group.timeout), links(size_t(group.size)) {
-        for (int r = 0; r < my_size; r++) { members.push_back(group.member(r)); }
-        if (my_size > 1) { connect(group.interface); }
+    explicit TcpComm(const CommGroup& group) : group(group), links(size_t(group.size)) {
+        if (group.size > 1) { connect(); }
     }
 
-    int rank() const override { return my_rank; }
-    int size() const override { return my_size; }
+    int rank() const override { return group.rank; }
+    int size() const override { return group.size; }
     uint64_t progress() const override { return moves; }
 
     void all_gather(void* out, const void* inp, size_t bytes, cpu::Stream& stream,
                     Traffic* traffic) override {
         enqueue(stream, traffic, bytes, [=](uint64_t call) {
             char* const parts = static_cast<char*>(out);
-            char* const own = parts + size_t(my_rank) * bytes;
+            char* const own = parts + size_t(group.rank) * bytes;
             if (own != inp) { memmove(own, inp, bytes); }
             exchange(
                 call, bytes, [=](int) { return static_cast<const char*>(inp); },
@@ -141,7 +138,7 @@ public:
         enqueue(stream, traffic, bytes, [=](uint64_t call) {
             char* const to = static_cast<char*>(out);
             const char* const from = static_cast<const char*>(inp);
-            memcpy(to + size_t(my_rank) * bytes, from + size_t(my_rank) * bytes, bytes);
+            memcpy(to + size_t(group.rank) * bytes, from + size_t(group.rank) * bytes, bytes);
             exchange(
                 call, bytes, [=](int peer) { return from + size_t(peer) * bytes; },
                 [=](int peer) { return to + size_t(peer) * bytes; });
@@ -151,7 +148,7 @@ public:
     void reduce_scatter(float* out, const float* inp, size_t count, cpu::Stream& stream,
                         Traffic* traffic) override {
         enqueue(stream, traffic, count * sizeof(float), [=](uint64_t call) {
-            reduce(call, out, inp + size_t(my_rank) * count, count,
+            reduce(call, out, inp + size_t(group.rank) * count, count,
                    [=](int peer) { return inp + size_t(peer) * count; });
         });
     }
@@ -166,15 +163,15 @@ private:
     // out = sum over the members of what each sends this one; `own` is this one's part.
     template <class OutPart>
     void reduce(uint64_t call, float* out, const float* own, size_t count, OutPart out_part) {
-        scratch.resize(std::max(scratch.size(), size_t(my_size) * count));
+        scratch.resize(std::max(scratch.size(), size_t(group.size) * count));
         float* const received = scratch.data();
         exchange(
             call, count * sizeof(float),
             [=](int peer) { return reinterpret_cast<const char*>(out_part(peer)); },
             [=](int peer) { return reinterpret_cast<char*>(received + size_t(peer) * count); });
         std::vector<const float*> parts;
-        for (int r = 0; r < my_size; r++) {
-            parts.push_back(r == my_rank ? own : received + size_t(r) * count);
+        for (int r = 0; r < group.size; r++) {
+            parts.push_back(r == group.rank ? own : received + size_t(r) * count);
         }
         sum_parts(out, parts, count);
     }
@@ -203,8 +200,8 @@ private:
             const double start = now_seconds();
             if (bytes > 0) { work(call); }
             if (traffic) {
-                traffic->bytes_sent += size_t(my_size - 1) * bytes;
-                traffic->bytes_received += size_t(my_size - 1) * bytes;
+                traffic->bytes_sent += size_t(group.size - 1) * bytes;
+                traffic->bytes_received += size_t(group.size - 1) * bytes;
                 traffic->seconds += now_seconds() - start;
             }
         });
@@ -214,13 +211,13 @@ private:
     // The time limit begins again whenever anything moves: a large part may take long on a slow line.
     template <class OutPart, class InPart>
     void exchange(uint64_t call, size_t bytes, OutPart out_part, InPart in_part) {
-        if (my_size == 1) { return; }
+        if (group.size == 1) { return; }
         if (failure) { std::rethrow_exception(failure); }
         const CallHeader header{call, bytes};
-        for (int r = 0; r < my_size; r++) {
-            if (r != my_rank) { links[size_t(r)].begin(header, out_part(r), in_part(r)); }
+        for (int r = 0; r < group.size; r++) {
+            if (r != group.rank) { links[size_t(r)].begin(header, out_part(r), in_part(r)); }
         }
-        Patience patience(timeout);
+        Patience patience(group.timeout);
         for (long on_their_way = 0; !is_done();) {
             const bool has_moved = move(header);
             const long rest = has_moved ? on_their_way : unacknowledged();
@@ -241,7 +238,7 @@ private:
         for (const Link& link : links) { awaited.push_back(link.awaited()); }
         if (poll(awaited.data(), awaited.size(), 100) <= 0) { return false; }
         try {
-            for (int r = 0; r < my_size; r++) {
+            for (int r = 0; r < group.size; r++) {
                 if (awaited[size_t(r)].revents != 0) { links[size_t(r)].move(header, r); }
             }
         } catch (const CommError& error) { fail(error.peer, error.what()); }
@@ -258,27 +255,27 @@ private:
     // vain says so in the store, and the error names a peer that does not say so.
     [[noreturn]] void report_silence() {
         std::vector<int> silent;
-        for (int r = 0; r < my_size; r++) {
+        for (int r = 0; r < group.size; r++) {
             if (!links[size_t(r)].is_done()) { silent.push_back(r); }
         }
         int culprit = silent[0];
         try {
-            store.set("waiting/" + members[size_t(my_rank)], "");
+            group.store.set("waiting/" + group.member(group.rank), "");
             std::this_thread::sleep_for(std::chrono::milliseconds(500));
-            auto says_nothing = [&](int peer) { return !store.try_get("waiting/" + members[size_t(peer)]); };
+            auto says_nothing = [&](int r) { return !group.store.try_get("waiting/" + group.member(r)); };
             const auto found = std::find_if(silent.begin(), silent.end(), says_nothing);
             if (found != silent.end()) { culprit = *found; }
         } catch (const RunError&) {}  // the store has failed: name the first
-        fail(culprit, format("has been silent for %g s (--timeout)", timeout));
+        fail(culprit, format("has been silent for %g s (--timeout)", group.timeout));
     }
 
     // Reports the first failure of the run, which need not be the one seen here, and then closes the
     // connections: in this order, or the others would report this process.
     [[noreturn]] void fail(int peer, const std::string& what) {
-        const Cause cause = record_cause(store, {members[size_t(peer)], what});
+        const Cause cause = record_cause(group.store, {group.member(peer), what});
         for (Link& link : links) { link.close(); }
-        const auto found = std::find(members.begin(), members.end(), cause.process);
-        const int culprit = found == members.end() ? -1 : int(found - members.begin());
+        int culprit = group.size - 1;
+        while (culprit >= 0 && group.member(culprit) != cause.process) { culprit--; }
         failure = std::make_exception_ptr(CommError(culprit, cause.text()));
         std::rethrow_exception(failure);
     }
@@ -287,7 +284,7 @@ private:
     // limit.
     std::string await(const std::string& key, int peer, Patience& patience) {
         while (true) {
-            if (std::optional<std::string> value = store.try_get(key)) { return *value; }
+            if (std::optional<std::string> value = group.store.try_get(key)) { return *value; }
             check_joining(peer, patience);
             patience.pause();
         }
@@ -295,25 +292,27 @@ private:
 
     // While members join: CommError if the run has failed meanwhile, or after the time limit.
     void check_joining(int peer, const Patience& patience) {
-        if (store.try_get("cause")) { fail(peer, "did not come"); }
-        if (patience.is_over()) { fail(peer, format("did not connect within %g s (--timeout)", timeout)); }
+        if (group.store.try_get("cause")) { fail(peer, "did not come"); }
+        if (!patience.is_over()) { return; }
+        fail(peer, format("did not connect within %g s (--timeout)", group.timeout));
     }
 
-    std::string key(const char* what, int r) const { return name + "/" + what + "/" + std::to_string(r); }
+    std::string key(const char* what, int r) const { return format("%s/%s/%d", group.name.c_str(), what, r); }
 
     // The address for others to connect to: that of --interface, or else the local address of the route to
     // the store. If that is a loopback address and members run on other machines, that of the default route.
-    std::string choose_address(const std::string& interface, Patience& patience) {
+    std::string choose_address(Patience& patience) {
         const std::string machine = machine_name();
-        store.set(key("machine", my_rank), machine);
+        group.store.set(key("machine", group.rank), machine);
         std::string other;
-        for (int r = 0; r < my_size; r++) {
+        for (int r = 0; r < group.size; r++) {
             const std::string theirs = await(key("machine", r), r, patience);
             if (theirs != machine) { other = theirs; }
         }
-        std::string address = interface.empty() ? store.local_address() : interface_address(interface);
+        std::string address =
+            group.interface.empty() ? group.store.local_address() : interface_address(group.interface);
         if (is_loopback(address) && !other.empty()) {
-            address = interface.empty() ? default_route_address() : "";
+            address = group.interface.empty() ? default_route_address() : "";
             if (address.empty() || is_loopback(address)) {
                 throw UserError(
                     "processes run on " + machine.substr(0, machine.find('/')) + " and " +
@@ -326,17 +325,17 @@ private:
     }
 
     // Connects with the members of lower ranks, then takes the connections of those of higher ranks.
-    void connect(const std::string& interface) {
-        Patience patience(timeout);
-        Listener listener(choose_address(interface, patience));
+    void connect() {
+        Patience patience(group.timeout);
+        Listener listener(choose_address(patience));
         const MemberAddress& own = listener.address();
-        store.set(key("address", my_rank), own.text());
+        group.store.set(key("address", group.rank), own.text());
         const auto address_of = [&](int r) {
             const auto address = MemberAddress::parse(await(key("address", r), r, patience));
             if (address.word.size() != own.word.size()) { fail(r, "has no valid address in the store"); }
             return address;
         };
-        for (int r = 0; r < my_rank; r++) {
+        for (int r = 0; r < group.rank; r++) {
             const auto goes_on = [&] {
                 patience.has_waited(0.1);
                 check_joining(r, patience);
@@ -344,17 +343,17 @@ private:
             for (int attempt = 1; attempt <= 3 && !links[size_t(r)].is_connected(); attempt++) {
                 if (attempt > 1) { std::this_thread::sleep_for(std::chrono::seconds(1)); }
                 check_joining(r, patience);
-                links[size_t(r)].connect(connect_with(address_of(r), my_rank, own.word, goes_on));
+                links[size_t(r)].connect(connect_with(address_of(r), group.rank, own.word, goes_on));
             }
             if (!links[size_t(r)].is_connected()) {
-                fail(r, "has died, or " + members[size_t(my_rank)] + " (" + own.host +
+                fail(r, "has died, or " + group.member(group.rank) + " (" + own.host +
                             ") cannot reach it: check --interface and firewalls");
             }
         }
-        for (int r = my_rank + 1; r < my_size; r++) {
+        for (int r = group.rank + 1; r < group.size; r++) {
             while (!links[size_t(r)].is_connected()) {
                 listener.accept([&](int rank, TcpSocket socket) {
-                    if (rank <= my_rank || rank >= my_size) { return; }
+                    if (rank <= group.rank || rank >= group.size) { return; }
                     const std::string answer = address_of(rank).word;
                     if (send(socket, answer.data(), answer.size(), MSG_NOSIGNAL) == ssize_t(answer.size())) {
                         links[size_t(rank)].connect(std::move(socket));
@@ -366,11 +365,7 @@ private:
         }
     }
 
-    Store& store;
-    const std::string name;
-    const int my_rank, my_size;
-    const double timeout;
-    std::vector<std::string> members;
+    const CommGroup group;
     std::vector<Link> links;      // by rank; this member's own is not used
     std::vector<pollfd> awaited;  // by rank, in move()
     uint64_t calls = 0;

@@ -166,21 +166,7 @@ private:
 
     // ---- where things are
 
-    // Calls `visit` with the path of each folder on the way, the folder's own last.
-    template <class Visit>
-    void walk_to(const std::string& folder, Visit visit) const {
-        std::string path = root;
-        for (size_t begin = 0, end = 0; end != std::string::npos; begin = end + 1) {
-            end = folder.find('/', begin);
-            path += "/" + file_name_of(folder.substr(begin, end - begin));
-            visit(path);
-        }
-    }
-    std::string path(const std::string& folder) const {
-        std::string last;
-        walk_to(folder, [&](const std::string& path) { last = path; });
-        return last;
-    }
+    std::string path(const std::string& folder) const { return paths_to(root, folder).back(); }
     std::string path(const std::string& folder, const std::string& name) const {
         return path(folder) + "/" + file_name_of(name);
     }
@@ -188,13 +174,13 @@ private:
 
     void refresh(const std::string& folder) const {
         refresh_folder(root);
-        walk_to(folder, refresh_folder);
+        for (const std::string& path : paths_to(root, folder)) { refresh_folder(path); }
     }
 
     void make_folder(const std::string& folder) const {
-        walk_to(folder, [](const std::string& path) {
+        for (const std::string& path : paths_to(root, folder)) {
             if (mkdir(path.c_str(), 0777) != 0 && errno != EEXIST) { fail_value_file("mkdir", path); }
-        });
+        }
     }
 
     // ---- one value
@@ -215,7 +201,7 @@ private:
     void sync_names(const std::string& folder, bool is_new) const {
         if (!is_new) { return sync_folder(path(folder)); }
         sync_folder(root);
-        walk_to(folder, sync_folder);
+        for (const std::string& path : paths_to(root, folder)) { sync_folder(path); }
     }
 
     // ---- folders

@@ -23,7 +23,7 @@
 
 class S3LogStore : public LogStore {
 public:
-    // root: with a '/' at its end. UserError if the bucket cannot be used.
+    // UserError if the bucket cannot be used.
     S3LogStore(const std::string& url, std::string root, double silence)
         : client(url, silence), root(std::move(root)) {
         pauses = pauses_of_bucket;
@@ -145,25 +145,18 @@ private:
         if (one.kind != Kind::folders) { return path(one.folder); }
         const size_t last = one.folder.rfind('/') + 1;  // 0: there is only one part
         const std::string part = last < one.folder.size() ? file_name_of(one.folder.substr(last)) : "";
-        return (last == 0 ? root : path(one.folder.substr(0, last - 1))) + part;
+        return (last == 0 ? root + "/" : path(one.folder.substr(0, last - 1))) + part;
     }
     static std::string delimiter_of(const StoreRequest& one) { return one.kind == Kind::folders ? "" : "/"; }
 
-    std::string path(const std::string& folder) const {
-        std::string path = root;
-        for (size_t begin = 0, end = 0; end != std::string::npos; begin = end + 1) {
-            end = folder.find('/', begin);
-            path += file_name_of(folder.substr(begin, end - begin)) + "/";
-        }
-        return path;
-    }
+    std::string path(const std::string& folder) const { return paths_to(root, folder).back() + "/"; }
     std::string key(const Place& place) const { return path(place.folder) + file_name_of(place.name); }
 
     // None: no value of ours has that key.
     std::optional<Place> place_of(const std::string& key) const {
         Place place;
         std::vector<std::string> parts;
-        for (size_t begin = root.size(), end = 0; end != std::string::npos; begin = end + 1) {
+        for (size_t begin = root.size() + 1, end = 0; end != std::string::npos; begin = end + 1) {
             end = key.find('/', begin);
             const std::optional<std::string> part = key_of_file_name(key.substr(begin, end - begin));
             if (!part) { return std::nullopt; }

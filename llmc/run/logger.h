@@ -20,7 +20,6 @@
 #include <ctime>
 #include <filesystem>
 #include <fstream>
-#include <memory>
 #include <optional>
 #include <string>
 #include <type_traits>
@@ -30,6 +29,7 @@
 #include "llmc/clock.h"
 #include "llmc/error.h"
 #include "llmc/file.h"
+#include "llmc/owned_array.h"
 #include "llmc/text/tokenizer.h"
 
 // A JSON object of one line, built field by field. Numbers that are not finite become null, and bytes that
@@ -108,14 +108,6 @@ struct StepMetrics {
     double loss_zscore = NAN, norm_zscore = NAN;  // NAN until there are enough steps to compare with
     bool skipped = false;                         // whether the update was left out
     double mfu = NAN;                             // NAN if the device's peak is not known
-};
-
-struct EndMetrics {
-    long step = 0;
-    double train_seconds = 0;
-    uint64_t inner_bytes_sent = 0, outer_bytes_sent = 0;  // by this process in the whole run
-    double waited_seconds = 0;
-    double log_turn_seconds = NAN, log_thread_seconds = NAN;  // of the sync log; NAN: in lock-step
 };
 
 // Which lines the logs of a resumed run keep: what came after its checkpoint happens again.
@@ -221,19 +213,8 @@ public:
                   .field("paused_seconds", paused));
     }
 
-    void end(const EndMetrics& m) {
-        write(JsonLine().field("type", "end").field("step", m.step).field("time", seconds())
-                  .field("train_seconds", m.train_seconds).field("inner_bytes_sent", m.inner_bytes_sent)
-                  .field("outer_bytes_sent", m.outer_bytes_sent).field("waited_seconds", m.waited_seconds)
-                  .field("log_turn_seconds", m.log_turn_seconds)
-                  .field("log_thread_seconds", m.log_thread_seconds));
-    }
-
 private:
-    struct Close {
-        void operator()(FILE* file) const { fclose(file); }
-    };
-    using LogFile = std::unique_ptr<FILE, Close>;
+    using LogFile = Owned<FILE, fclose>;
 
     static std::string metrics_path(const std::string& folder, int process) {
         return folder + (process == 0 ? "/metrics.jsonl" : format("/metrics_%05d.jsonl", process));

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "llmc/error.h"
+#include "llmc/owned_array.h"
 #include "llmc/run/socket.h"
 #include "llmc/run/store.h"
 #ifdef WITHOUT_OPENSSL
@@ -96,12 +97,7 @@ inline RedisAddress parse_redis_url(const std::string& url) {
 
 class RedisConnection {
 public:
-    struct Free {
-        void operator()(redisContext* context) const { redisFree(context); }
-        void operator()(redisReader* reader) const { redisReaderFree(reader); }
-        void operator()(redisReply* reply) const { freeReplyObject(reply); }
-    };
-    using Reply = std::unique_ptr<redisReply, Free>;
+    using Reply = Owned<redisReply, freeReplyObject>;
     using Words = std::vector<std::string_view>;
 
     // Does not connect yet. UserError if the URL is no address or the authority's certificate cannot be read.
@@ -229,7 +225,7 @@ private:
         char* command = nullptr;
         const auto length = redisFormatCommandArgv(&command, int(words.size()), texts.data(), lengths.data());
         if (length < 0) { throw std::bad_alloc(); }
-        const std::unique_ptr<char, void (*)(char*)> freed(command, redisFreeCommand);
+        const Owned<char, redisFreeCommand> freed(command);
         socket->send(command, size_t(length));
     }
 
@@ -246,8 +242,8 @@ private:
     const RedisAddress address;
     const double silence;
     std::unique_ptr<TlsContext> tls;
-    std::unique_ptr<redisContext, Free> context;
-    std::unique_ptr<redisReader, Free> reader;
+    Owned<redisContext, redisFree> context;
+    Owned<redisReader, redisReaderFree> reader;
     std::unique_ptr<Socket> socket;
     std::vector<char> buffer;
 };

@@ -58,6 +58,15 @@ inline JsonLine event_line(const OuterEvent& event, long step, double time, long
         .field("worker", event.worker).field("text", event.text);
 }
 
+// The log's last line.   inner_bytes_sent: by this process in the whole run
+inline JsonLine end_line(long step, double time, const Totals& totals, uint64_t inner_bytes_sent,
+                         const OuterCosts& costs) {
+    return JsonLine().field("type", "end").field("step", step).field("time", time)
+        .field("train_seconds", totals.train_seconds).field("inner_bytes_sent", inner_bytes_sent)
+        .field("outer_bytes_sent", totals.outer.bytes_sent).field("waited_seconds", totals.waited_seconds)
+        .field("log_turn_seconds", costs.turns).field("log_thread_seconds", costs.threads);
+}
+
 // How many outer steps a run has, and, if they are few, what that costs. Measured with 0.66M parameters and
 // tuned outer settings (dev/results/quality.md): how far, in percent, the loss of two workers and of four
 // ends above data-parallel's after 110 outer steps, and by which power of their number that falls.
@@ -219,14 +228,14 @@ public:
     }
 
     // The last lines of a run that has come to its end.   inner: traffic between this worker's ranks
-    void end(const EndMetrics& m) {
-        logger.end(m);
+    void end(long step, const Traffic& inner, const OuterCosts& costs) {
         const Totals& t = totals;
+        logger.write(end_line(step, logger.seconds(), t, inner.bytes_sent, costs));
         if (inputs.steps == 0) { return; }
         say(format("trained %ld steps in %.1f s: %.0f tokens/s a worker", inputs.steps, t.train_seconds,
                    double(t.tokens) / t.train_seconds));
         if (process.ranks > 1) {
-            say(format("inner: %.1f MB sent by a rank", double(m.inner_bytes_sent) / 1e6));
+            say(format("inner: %.1f MB sent by a rank", double(inner.bytes_sent) / 1e6));
         }
         if (sync_bytes.empty()) { return; }
         say(format("outer: %ld syncs, %.3f MB sent by a rank, waited %.2f s (%.2f%% of training)", t.syncs,

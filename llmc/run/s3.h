@@ -11,13 +11,13 @@
 #include <expat.h>
 
 #include <algorithm>
-#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "llmc/clock.h"
 #include "llmc/error.h"
+#include "llmc/owned_array.h"
 #include "llmc/run/s3_settings.h"
 #include "llmc/run/socket.h"
 #include "llmc/run/store.h"
@@ -51,8 +51,7 @@ inline std::vector<std::pair<std::string, std::string>> texts_of_xml(const std::
         std::vector<std::pair<std::string, std::string>> texts;
         std::string path, text;
     } reader;
-    const std::unique_ptr<XML_ParserStruct, void (*)(XML_Parser)> parser(XML_ParserCreate(nullptr),
-                                                                         XML_ParserFree);
+    const Owned<XML_ParserStruct, XML_ParserFree> parser(XML_ParserCreate(nullptr));
     XML_SetUserData(parser.get(), &reader);
     XML_SetElementHandler(
         parser.get(),
@@ -167,22 +166,12 @@ public:
     std::string local_address() const { return address; }  // on the last request's way
 
 private:
-    struct FreeEasy {
-        void operator()(CURL* easy) const { curl_easy_cleanup(easy); }
-    };
-    struct FreeMulti {
-        void operator()(CURLM* multi) const { curl_multi_cleanup(multi); }
-    };
-    struct FreeList {
-        void operator()(curl_slist* list) const { curl_slist_free_all(list); }
-    };
-
     struct Transfer {
         const S3Request* request = nullptr;
         S3Keys keys;  // that it is signed by
         S3Answer answer;
-        std::unique_ptr<CURL, FreeEasy> easy;  // while it is under way
-        std::unique_ptr<curl_slist, FreeList> headers;
+        Owned<CURL, curl_easy_cleanup> easy;  // while it is under way
+        Owned<curl_slist, curl_slist_free_all> headers;
         bool is_done = false;
         int failures = 0;
         double start_at = 0, failed_since = 0;
@@ -383,6 +372,6 @@ private:
     const double silence;
     bool is_served = false;  // check() has passed
     double patience;  // seconds for which a request that fails is repeated
-    std::unique_ptr<CURLM, FreeMulti> multi;
+    Owned<CURLM, curl_multi_cleanup> multi;
     std::string address;
 };

@@ -16,11 +16,11 @@
 
 #include <fstream>
 #include <map>
-#include <memory>
 #include <string>
 #include <tuple>
 
 #include "llmc/error.h"
+#include "llmc/owned_array.h"
 
 struct S3Keys {
     std::string id, secret, token;  // token: that of a session, or empty
@@ -101,7 +101,7 @@ inline bool is_private_host(const std::string& host) {
     if (getaddrinfo(host.c_str(), nullptr, &hints, &list) != 0) {
         throw TemporaryFailure("no address for " + host + ": try again, or correct AWS_ENDPOINT_URL");
     }
-    const std::unique_ptr<addrinfo, void (*)(addrinfo*)> freed(list, freeaddrinfo);
+    const Owned<addrinfo, freeaddrinfo> freed(list);
     for (const addrinfo* one = list; one; one = one->ai_next) {
         if (one->ai_family == AF_INET) {
             const uint32_t ip = ntohl(reinterpret_cast<const sockaddr_in*>(one->ai_addr)->sin_addr.s_addr);

@@ -16,7 +16,7 @@
 #include <utility>
 #include <vector>
 
-#include "llmc/checkpoint/checkpoints.h"
+#include "llmc/checkpoint/checkpointer.h"
 #include "llmc/checkpoint/training_state.h"
 #include "llmc/comm.h"
 #include "llmc/error.h"
@@ -159,19 +159,6 @@ struct Session {
         watchdog.guard(*outer);
     }
 
-    // The checkpoints that this process writes; null if it writes nothing.
-    // outer_snapshot, when_whole: see Checkpoints
-    std::unique_ptr<Checkpoints> make_checkpoints(const Inputs& in,
-                                                  std::function<OuterSnapshot*()> outer_snapshot,
-                                                  std::function<void()> when_whole) {
-        const Options& o = options;
-        if (o.output.empty()) { return nullptr; }
-        return std::make_unique<Checkpoints>(
-            folder, process, state_identity(o, process, resumed.step, resumed.lineage), o.keep_checkpoints,
-            o.major_checkpoints, in.shape, in.layout, is_first(), std::move(outer_snapshot), logger, status,
-            watchdog, [this] { device::use_in_this_thread(device); }, std::move(when_whole));
-    }
-
     // A resumed run can keep the old file, so a full disk does not end it.
     void write_config(const std::string& path) {
         try {
@@ -242,8 +229,7 @@ struct Session {
         return false;
     }
     bool completed(long steps, const Traffic& inner, const OuterCosts& costs) {
-        report.end({steps, totals.train_seconds, inner.bytes_sent, totals.outer.bytes_sent,
-                    totals.waited_seconds, costs.turns, costs.threads});
+        report.end(steps, inner, costs);
         return true;
     }
 

@@ -11,11 +11,11 @@
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
-#include <memory>
 #include <string>
 
 #include "llmc/error.h"
 #include "llmc/file.h"
+#include "llmc/owned_array.h"
 
 // The disk is full, or fails.
 struct SpoolError : RunError {
@@ -70,6 +70,6 @@ private:
 
     std::string folder;
     size_t bytes = 0;
-    std::unique_ptr<FILE, int (*)(FILE*)> file{nullptr, fclose};
+    Owned<FILE, fclose> file;
     Checksum checksum;
 };

@@ -7,10 +7,10 @@
 #include <openssl/x509v3.h>
 #include <poll.h>
 
-#include <memory>
 #include <string>
 
 #include "llmc/error.h"
+#include "llmc/owned_array.h"
 #include "llmc/run/socket.h"
 
 // The settings of all connections.
@@ -44,16 +44,12 @@ public:
     }
 
 private:
-    struct Free {
-        void operator()(SSL_CTX* context) const { SSL_CTX_free(context); }
-    };
-
     static int note_that_it_asks(SSL* tls, X509**, EVP_PKEY**) {
         *static_cast<bool*>(SSL_get_app_data(tls)) = true;
         return 0;
     }
 
-    std::unique_ptr<SSL_CTX, Free> context;
+    Owned<SSL_CTX, SSL_CTX_free> context;
 };
 
 class TlsSocket : public Socket {
@@ -79,10 +75,6 @@ protected:
     }
 
 private:
-    struct Free {
-        void operator()(SSL* tls) const { SSL_free(tls); }
-    };
-
     // Sets the name or address that the certificate must hold. The server, which may have several
     // certificates, is told the name.
     void expect(const std::string& host) {
@@ -141,5 +133,5 @@ private:
 
     const std::string where;
     bool asks = false, has_answered = false;
-    std::unique_ptr<SSL, Free> tls;
+    Owned<SSL, SSL_free> tls;
 };

@@ -13,13 +13,14 @@
 #include <unistd.h>
 
 #include <map>
-#include <memory>
 #include <optional>
 #include <set>
 #include <string>
+#include <vector>
 
 #include "llmc/error.h"
 #include "llmc/file.h"
+#include "llmc/owned_array.h"
 
 struct ValueFileError : RunError {
     ValueFileError(const char* call, const std::string& path, int error)
@@ -64,6 +65,16 @@ inline std::optional<std::string> key_of_file_name(const std::string& name) {
         i += 2;
     }
     return file_name_of(key) == name ? std::optional<std::string>(key) : std::nullopt;
+}
+
+// The paths of the folders on the way from `root` to the folder "a/b/c" in it, which is the last.
+inline std::vector<std::string> paths_to(std::string root, const std::string& folder) {
+    std::vector<std::string> paths;
+    for (size_t begin = 0, end = 0; end != std::string::npos; begin = end + 1) {
+        end = folder.find('/', begin);
+        paths.push_back(root += "/" + file_name_of(folder.substr(begin, end - begin)));
+    }
+    return paths;
 }
 
 // Reads the whole file into `value`. False, with errno set, if it cannot be read.
@@ -142,8 +153,8 @@ using NamesInFolder = std::map<std::string, bool>;
 
 // A name that begins with '.' is no value: .new, and files that NFS keeps while they are open (.nfsXXXX).
 // Null: there is no such folder.
-inline std::unique_ptr<DIR, int (*)(DIR*)> open_folder(const std::string& path) {
-    std::unique_ptr<DIR, int (*)(DIR*)> folder(opendir(path.c_str()), closedir);
+inline Owned<DIR, closedir> open_folder(const std::string& path) {
+    Owned<DIR, closedir> folder(opendir(path.c_str()));
     if (!folder && errno != ENOENT) { fail_value_file("opendir", path); }
     return folder;
 }

@@ -5,12 +5,12 @@
 // PCRE2 knows which characters are letters and numbers in Unicode; characters that are newer than it count as
 // neither. A build without PCRE2 defines WITHOUT_PCRE2, which only this file looks at.
 #pragma once
-#include <memory>
 #include <stdexcept>
 #include <string>
 #include <string_view>
 
 #include "llmc/error.h"
+#include "llmc/owned_array.h"
 
 #ifdef WITHOUT_PCRE2
 class Gpt2Pattern {
@@ -45,7 +45,7 @@ public:
     // Calls take(piece) for each piece, in order; joined they are the text.   text: valid UTF-8
     template <typename Take>
     void cut(std::string_view text, Take take) const {
-        const std::unique_ptr<pcre2_match_data, FreeMatch> match(pcre2_match_data_create(1, nullptr));
+        const Owned<pcre2_match_data, pcre2_match_data_free> match(pcre2_match_data_create(1, nullptr));
         if (!match) { throw std::bad_alloc(); }
         for (size_t at = 0; at < text.size();) {
             // Without PCRE2's UTF check, which reads the whole rest each time: O(n^2).
@@ -59,19 +59,12 @@ public:
     }
 
 private:
-    struct FreeCode {
-        void operator()(pcre2_code* code) const { pcre2_code_free(code); }
-    };
-    struct FreeMatch {
-        void operator()(pcre2_match_data* match) const { pcre2_match_data_free(match); }
-    };
-
     [[noreturn]] static void fail(const char* call, int error) {
         PCRE2_UCHAR text[200];
         pcre2_get_error_message(error, text, sizeof text);
         throw std::runtime_error(format("%s: %s", call, reinterpret_cast<const char*>(text)));
     }
 
-    std::unique_ptr<pcre2_code, FreeCode> code;
+    Owned<pcre2_code, pcre2_code_free> code;
 };
 #endif

@@ -31,7 +31,7 @@ inline std::unique_ptr<LogStore> open_log_store(const std::string& url, const st
                                                 double timeout) {
     if (is_redis_url(url)) { return std::make_unique<RedisLogStore>(url, run_name, timeout); }
     const std::string folder = "log/" + file_name_of(run_name);
-    if (is_s3_url(url)) { return std::make_unique<S3LogStore>(url, folder + "/", timeout); }
+    if (is_s3_url(url)) { return std::make_unique<S3LogStore>(url, folder, timeout); }
     return std::make_unique<FileLogStore>(folder_of_store(url) + "/" + folder);
 }
 

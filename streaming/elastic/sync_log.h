@@ -249,6 +249,7 @@ private:
     bool listens_to(const Slot& slot) const;
     void learn(Slot& slot, const StoreAnswer& decision, long open);
     void consider(Slot& slot, double asked, double now);
+    std::optional<LogEntry> decide(const Slot& slot, const StandingLines& standing, double asked, double now);
     double due_for_all(const Slot& slot, double now) const;
     double stands_since(double now) const;
     void tell_of_few(Slot& slot, const StandingLines& standing, double asked);

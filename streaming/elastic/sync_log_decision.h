@@ -249,16 +249,6 @@ inline std::optional<LogBase> base_to_begin_with(const std::vector<LogBase>& hel
     return best;
 }
 
-// A sync, as a worker sees it that may decide.
-struct Question {
-    long sync;
-    uint64_t hash;        // of this worker's global parameters
-    double due_since;     // negative: it is not due here yet
-    double stands_since;  // the least due_since of all syncs that are due here and not decided
-    Incarnation asker;
-    std::set<int> there;  // workers that have a line, or one that others have put in its place
-};
-
 // One line for each worker: that of its latest start whose line may be counted, else of its latest start.
 using StandingLines = std::map<int, std::pair<Incarnation, LogLine>>;
 
@@ -287,29 +277,4 @@ inline std::optional<uint64_t> majority_of(const StandingLines& standing) {
         if (2 * count > standing.size()) { return hash; }
     }
     return std::nullopt;
-}
-
-// The entry that this worker would write now, if it is time for one.
-// asked: when the lines were asked for; missing workers may have sent since
-inline std::optional<LogEntry> decide(const Question& question, const StandingLines& standing,
-                                      const Presence& presence, const SyncLogRules& rules, int min_workers,
-                                      double grace, double asked, double now) {
-    const uint64_t hash = question.hash;
-    if (int(standing.size()) < min_workers || majority_of(standing) != hash) { return std::nullopt; }
-    const auto missing = presence.missing(question.sync, question.there, question.stands_since, now);
-    const bool is_due = question.due_since >= 0;
-    const bool waits = missing.waited_for && asked < question.due_since + grace;
-    if (!missing.who.empty() && (!is_due || waits)) { return std::nullopt; }
-
-    const long waited = is_due ? long((now - question.due_since) * 1000) : 0;
-    LogEntry entry{hash, question.asker, {}, {}, missing.who, waited};
-    for (const auto& [worker, one] : standing) {
-        if (rules.counts(one.second, hash)) {
-            const LogLine& line = one.second;
-            entry.contributors.push_back({one.first, line.bytes, line.digest, line.tokens});
-        } else {
-            entry.abstained.push_back(worker);
-        }
-    }
-    return entry;
 }

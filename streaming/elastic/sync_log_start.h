@@ -118,11 +118,8 @@ inline void SyncLog::agree_on(const Listing& registered, double now) {
     const char* tie = "equally many workers hold different states after the same syncs";
     if (base) {
         beginning = LogBeginning{*base, members};
-    } else if (all) {
-        end.diverged = true;
-        stop(std::string("nobody knows whose checkpoints are right: ") + tie);
     } else {
-        say_waits(tie);
+        all ? stop(std::string("nobody knows whose checkpoints are right: ") + tie) : say_waits(tie);
     }
 }
 

@@ -307,19 +307,39 @@ inline void SyncLog::consider(Slot& slot, double asked, double now) {
     if (is_other && (are_all || !in_bucket())) { return diverge(slot); }
     tell_of_few(slot, standing, asked);
     if (phase == Phase::stopped) { return; }
-    std::set<int> there;
+    slot.proposal = decide(slot, standing, asked, now);
+    if (slot.proposal && are_all) { settle(slot, standing); }
+}
+
+// The entry that this worker would write now, if it is time for one.
+// asked: when the lines were asked for; missing workers may have sent since
+inline std::optional<LogEntry> SyncLog::decide(const Slot& slot, const StandingLines& standing, double asked,
+                                               double now) {
+    if (int(standing.size()) < options.elastic.min_workers) { return std::nullopt; }
+    std::set<int> there;  // workers that have a line, or one that others have put in its place
     for (const auto& [worker, line] : standing) { there.insert(worker); }
     for (const auto& [worker, line] : slot.closed) { there.insert(worker); }
-    const Question question{slot.sync, slot.hash, due_for_all(slot, now), stands_since(now), me, there};
-    // If enough have sent and this worker still stands still, the missing workers are charged, but not for
-    // the first pause: the lines of workers that are equally fast do not arrive at once. Nobody is charged
-    // for the time that the answer took.
-    if (question.due_since >= 0 && int(standing.size()) >= options.elastic.min_workers) {
-        presence.charge(slot.sync, there, question.due_since + pause(), question.stands_since, asked);
+    const double due_since = due_for_all(slot, now), all_since = stands_since(now);
+    const bool is_due = due_since >= 0;
+    // If this worker still stands still, the missing workers are charged, but not for the first pause: the
+    // lines of workers that are equally fast do not arrive at once. Nobody is charged for the time that the
+    // answer took.
+    if (is_due) { presence.charge(slot.sync, there, due_since + pause(), all_since, asked); }
+    if (majority_of(standing) != slot.hash) { return std::nullopt; }
+    const auto missing = presence.missing(slot.sync, there, all_since, now);
+    const bool waits = missing.waited_for && asked < due_since + options.elastic.grace;
+    if (!missing.who.empty() && (!is_due || waits)) { return std::nullopt; }
+
+    LogEntry entry{slot.hash, me, {}, {}, missing.who, is_due ? long((now - due_since) * 1000) : 0};
+    for (const auto& [worker, one] : standing) {
+        const LogLine& line = one.second;
+        if (rules.counts(line, slot.hash)) {
+            entry.contributors.push_back({one.first, line.bytes, line.digest, line.tokens});
+        } else {
+            entry.abstained.push_back(worker);
+        }
     }
-    slot.proposal = decide(question, standing, presence, rules, options.elastic.min_workers,
-                           options.elastic.grace, asked, now);
-    if (slot.proposal && are_all) { settle(slot, standing); }
+    return entry;
 }
 
 // The time since which the sync is due; negative: it is not due yet. A worker that has no steps left counts
@@ -352,7 +372,6 @@ inline void SyncLog::tell_of_few(Slot& slot, const StandingLines& standing, doub
     if (!waits || !(are_few || are_split || are_others)) { return; }
     const std::string holders = in_words(holders_of_hashes(standing));
     if (are_split && int(standing.size() + slot.closed.size()) >= options.workers) {
-        end.diverged = true;
         return stop("no global parameters have a majority, and no worker can still send (" + holders + ")");
     }
     const std::string what =
@@ -419,7 +438,6 @@ inline void SyncLog::diverge(const Slot& slot) {
 }
 
 inline void SyncLog::diverge() {
-    end.diverged = true;
     stop(format("the global parameters of worker %d are not those of the run", me.worker));
 }
 

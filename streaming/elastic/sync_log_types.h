@@ -80,7 +80,6 @@ struct LogTurn {
 struct LogStop {
     std::string why;        // "": it has not
     LogTurn::Kind turn = LogTurn::stop;  // over: all others have ended; lost: the store has lost the run
-    bool diverged = false;  // nobody knows whose global parameters are right, or this worker's are wrong
     bool replaced = false;  // by a later start of this worker
     std::string theirs;     // the run's options, if this worker has others
 };

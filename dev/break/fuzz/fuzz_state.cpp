@@ -12,7 +12,11 @@ void read_sections(const StateReader& state, const std::string& path) {
         const std::string text = state.text(name);
         require(text.size() == state.bytes(name), "a section is as long as the table says");
         sum += text.size();
-        may_refuse([&] { require(state.values<float>(name).size() * 4 == text.size(), "values are whole"); });
+        const size_t count = text.size() / 4;
+        may_refuse([&] {
+            state.floats(name, long(count));
+            require(count * 4 == text.size(), "values are whole");
+        });
         may_refuse([&] {
             std::vector<char> another_size(text.size() + 1);
             state.read(name, another_size.data(), another_size.size());

@@ -140,7 +140,7 @@ void expect_done_only_when_all_have_theirs(Processes& run) {
         const StateReader state(run.state(i, 40));
         state.verify();
         EXPECT_EQ(state.identity().process(), i);
-        EXPECT_EQ(state.values<int>("index"), std::vector<int>{i});
+        EXPECT_EQ(saved_values<int>(state, "index"), std::vector<int>{i});
         if (i != 0) { EXPECT_TRUE(run.messages(i).empty()); }
     }
     const std::vector<std::string> lines = run.messages(0);

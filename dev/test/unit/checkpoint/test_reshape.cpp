@@ -442,7 +442,7 @@ TEST(Reshape, a_rank_that_has_nothing_but_padding_gets_zeros) {
     const NewWorker now = reshape(folder.name(), run, with_ranks(run, 48));
     EXPECT_TRUE(same_bits(now.model("master"), model_values("master", 0)));
     EXPECT_TRUE(same_bits(now.model("residuals"), model_values("residuals", 0)));
-    const Floats last = now.states[47]->values<float>("momentum");
+    const Floats last = saved_values<float>(*now.states[47], "momentum");
     EXPECT_TRUE(same_bits(last, Floats(last.size(), 0.0f)));
     EXPECT_EQ(stretches(now.shape.layout, 47).size(), 0u);
 }
@@ -641,10 +641,11 @@ TEST(Reshape, owners_residuals_stay_only_where_owners_own_what_they_did) {
         floats["owner_residuals"] = random_values(uint64_t(worker), worker == 2 ? owned : 1, 1.0f);
         write_process(folder.name(), from, one, fields_of(one, {}), floats);
     }
-    EXPECT_TRUE(same_bits(reshape(folder.name(), from, slower, 2).states[0]->values<float>("owner_residuals"),
+    const NewWorker same = reshape(folder.name(), from, slower, 2);
+    EXPECT_TRUE(same_bits(saved_values<float>(*same.states[0], "owner_residuals"),
                           random_values(2, owned, 1.0f)));
     const NewWorker other = reshape(folder.name(), from, cut, 2);
-    const Floats residuals = other.states[0]->values<float>("owner_residuals");
+    const Floats residuals = saved_values<float>(*other.states[0], "owner_residuals");
     EXPECT_TRUE(same_bits(residuals, Floats(residuals.size(), 0.0f)));
     EXPECT_TRUE(contains(other.all_notes(), "zero at first: owners' residuals of error feedback\n"));
     EXPECT_FALSE(reshape(folder.name(), from, gathering, 2).has("owner_residuals"));

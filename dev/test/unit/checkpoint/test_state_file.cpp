@@ -80,8 +80,8 @@ TEST(StateFile, what_is_written_comes_back) {
     EXPECT_EQ(state.identity().workers, 2);
     EXPECT_EQ(state.identity().ranks, 3);
     EXPECT_EQ(state.identity().lineage, lineage);
-    EXPECT_EQ(state.values<float>("values"), values);
-    EXPECT_EQ(state.values<uint16_t>("halves"), halves);
+    EXPECT_EQ(saved_values<float>(state, "values"), values);
+    EXPECT_EQ(saved_values<uint16_t>(state, "halves"), halves);
     EXPECT_TRUE(state.has("in_flight.0.owner_residual"));
     EXPECT_FALSE(state.has("in_flight.0"));
     EXPECT_EQ(state.bytes("halves"), 6u);
@@ -216,7 +216,7 @@ TEST(StateFile, a_section_that_is_missing_or_of_another_size_is_named) {
         contains(user_error([&] { state.read("momentum", values, 4); }), path + " has no 'momentum'"));
     EXPECT_TRUE(contains(user_error([&] { state.read("m", values, 24); }),
                          path + " has 20 bytes of 'm', not the 24 that belong there"));
-    EXPECT_TRUE(contains(user_error([&] { state.values<double>("m"); }), "ends within a value"));
+    EXPECT_TRUE(contains(user_error([&] { state.floats("m", 4); }), "not the 16 that belong there"));
 }
 
 TEST(StateFile, a_write_that_fails_or_is_given_up_leaves_the_old_file_and_no_rest) {

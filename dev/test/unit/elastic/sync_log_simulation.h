@@ -312,6 +312,13 @@ struct Totals {
 // nobody can know whose are right.
 struct Undecidable {};
 
+// Nobody knows whose global parameters are right, or this worker's are wrong.
+inline bool is_diverged(const LogStop& end) {
+    const auto begins = [&](const char* text) { return end.why.rfind(text, 0) == 0; };
+    return begins("nobody knows whose checkpoints are right") ||
+           begins("no global parameters have a majority") || begins("the global parameters of worker ");
+}
+
 class World {
 public:
     // With the seed's plan, as altered by `change` if given.
@@ -752,7 +759,7 @@ private:
                 totals.too_late++;
                 return leave(w);
             }
-            if (log.stopped().diverged) {
+            if (is_diverged(log.stopped())) {
                 if (!rank.shard->state.is_corrupt) { throw Violation(log.stopped().why); }
                 totals.diverged++;
             }

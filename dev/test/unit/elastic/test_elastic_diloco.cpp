@@ -274,8 +274,8 @@ struct Member : Trainer {
         const StateReader saved(path);
         const Fields fields = Fields::parse(saved.text("fields"), path);
         loop->restore(saved, fields, main);
-        local = saved.values<float>("master");
-        params = saved.values<float>("params");
+        local = saved_values<float>(saved, "master");
+        params = saved_values<float>(saved, "params");
         tokens = fields.count("tokens");
         return begin(saved.identity().step);
     }

@@ -50,6 +50,8 @@ void write_event(Logger& logger, long step, const OuterEvent& event) {
     logger.write(event_line(event, step, logger.seconds(), Logger::unix_seconds()));
 }
 
+void write_end(Logger& logger) { logger.write(end_line(0, logger.seconds(), {}, 0, {})); }
+
 // What `write` prints to a stream.
 template <typename Write>
 std::string printed(Write write) {
@@ -98,7 +100,9 @@ TEST(Logger, metrics_hold_every_field_one_object_a_line) {
     many.log = LogReport{{{1, 4096}, {3, 512}}, false, 3, 1.5};
     write_sync(logger, many, 0);
     write_event(logger, 20, {"late", {}, 2, "is late", false});
-    logger.end({21, 9.5, 1, 2, 0.75, 0.5});
+    Totals totals;
+    totals.train_seconds = 9.5, totals.outer.bytes_sent = 2, totals.waited_seconds = 0.75;
+    logger.write(end_line(21, logger.seconds(), totals, 1, {0.5}));
     const std::vector<std::string> expected = {
         R"({"type":"run","version":2,"time":T,"unix_time":T,"worker":0,"rank":0,"workers":2,"ranks":1,)"
         R"("parameters":812345,"steps":21,"fragment_offsets":[0,7,14],)"
@@ -242,7 +246,7 @@ TEST(Logger, a_resumed_run_goes_on_without_what_it_does_again) {
         Logger logger(folder.name(), 0, 2);
         logger.run({});
         write(logger, 1, 6);
-        logger.end({});
+        write_end(logger);
     }
     const std::vector<std::string> whole = without_times(folder / "metrics.jsonl");
     const std::string main_log = read_bytes(folder / "main.log");
@@ -252,7 +256,7 @@ TEST(Logger, a_resumed_run_goes_on_without_what_it_does_again) {
     EXPECT_EQ(kept, std::vector<std::string>(whole.begin(), whole.begin() + 12));
     logger.run({}, 3);
     write(logger, 4, 6);
-    logger.end({});
+    write_end(logger);
     std::vector<std::string> resumed = without_times(folder / "metrics.jsonl");
     EXPECT_EQ(resumed[12].rfind(R"({"type":"resume","step":3,)", 0), 0u);
     resumed.erase(resumed.begin() + 12);

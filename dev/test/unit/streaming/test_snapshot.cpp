@@ -171,8 +171,8 @@ struct Member {
         const StateReader saved(state_path(folder, step, process()));
         saved.verify();
         diloco.restore(saved, Fields::parse(saved.text("fields"), saved.path()), main);
-        local = saved.values<float>("master");
-        params = saved.values<float>("params");
+        local = saved_values<float>(saved, "master");
+        params = saved_values<float>(saved, "params");
         EXPECT_EQ(diloco.begin(step, 0, local.data(), params.data(), main).step, step);  // rehearses again
     }
 

@@ -168,9 +168,7 @@ void fill_in(const EvalBatch& batch, float* losses, Loss loss) {
 // The batches of one rank.
 std::vector<EvalBatch> batches_of(const EvalSet& set, int B, int max_T, int rank, int ranks) {
     std::vector<EvalBatch> all;
-    EvalBatches(set, B, max_T, rank, ranks).score_all([&](const EvalBatch& batch, float*) {
-        all.push_back(batch);
-    });
+    count_right(set, B, max_T, rank, ranks, [&](const EvalBatch& batch, float*) { all.push_back(batch); });
     return all;
 }
 
@@ -179,11 +177,10 @@ template <typename Loss>
 std::pair<long, long> score_of(const EvalSet& set, int B, int max_T, int ranks, Loss loss) {
     long correct = 0, counted = 0;
     for (int rank = 0; rank < ranks; rank++) {
-        EvalBatches batches(set, B, max_T, rank, ranks);
-        correct += long(batches.score_all([&](const EvalBatch& batch, float* losses) {
+        correct += count_right(set, B, max_T, rank, ranks, [&](const EvalBatch& batch, float* losses) {
             fill_in(batch, losses, loss);
             for (const EvalBatch::Row& row : batch.rows) { counted += row.is_last; }
-        }));
+        });
     }
     return {correct, counted};
 }
@@ -290,7 +287,7 @@ TEST_F(EvalBatchesTest, each_sequence_is_evaluated_once) {
 
 TEST_F(EvalBatchesTest, a_set_that_does_not_fit_is_refused_and_a_rank_without_examples_has_no_batch) {
     const EvalSet set(folder / "set.bin", vocabulary);
-    EXPECT_TRUE(contains(user_error([&] { EvalBatches(set, 4, 4, 0, 1); }), "raise -t"));
+    EXPECT_TRUE(contains(user_error([&] { batches_of(set, 4, 4, 0, 1); }), "raise -t"));
     EXPECT_EQ(batches_of(set, 4, 5, 0, 1)[0].T, 5);
     EXPECT_TRUE(batches_of(set, 4, 64, 3, 4).empty());
 }
