@@ -70,7 +70,7 @@ MODELS = {"3x128": Model(3, 2, 128, 1024, 128, 16), "6x384": Model(6, 6, 384, 10
 PRECISIONS = {"fp32": "highest", "bf16": "medium"}  # the trainer's --matmul-precision
 
 # Parts of a step, by the symbols that perf names; the first that fits.
-PARTS = {"attention": r"attention|tile|softmax",
+PARTS = {"attention": r"[aA]ttention|tile|softmax|exponential_row|transpose",
          "GELU, biases": r"gelu|matmul_backward|matmul_forward|column_sums",
          "LayerNorm, residual": r"layernorm|residual",
          "conversions": r"convert|to_bf16",

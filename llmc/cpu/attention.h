@@ -142,13 +142,13 @@ inline void store_gradients(T* out, float* sums, const float* inp, int n, float 
     }
 }
 
-// Replaces what keys later than a row's query have.
-// rows: (attention_queries,columns) of the last queries before key `columns`, with leading dimension ld
-inline void mask_later_keys(float* rows, int columns, int ld, float value) {
-    float* row = rows + columns - attention_queries;
+// Overwrites the scores of keys later than each row's query with -infinity.
+// scores: (attention_queries,columns) of the last queries before key `columns`, with leading dimension ld
+inline void mask_later_keys(float* scores, int columns, int ld) {
+    float* row = scores + columns - attention_queries;
     for (int i = 0; i < attention_queries; i++, row += ld) {
         #pragma omp simd
-        for (int j = 0; j < attention_queries; j++) { row[j] = j > i ? value : row[j]; }
+        for (int j = 0; j < attention_queries; j++) { row[j] = j > i ? -INFINITY : row[j]; }
     }
 }
 
@@ -162,14 +162,13 @@ inline float max_of_row(const float* scores, int columns) {
     return reduce(largest, [](Vector a, Vector b) { return a > b ? a : b; });
 }
 
-// scores = e^(scale scores - shift). Returns their sum.
+// scores = e^(scale scores - shift). Returns their sum. Products are rounded, as those of which shift is the
+// largest: that one's exponential is 1, however large they are.
 inline float exponential_row(float* scores, float scale, float shift, int columns) {
     Vector sums = {};
     for (int i = 0; i < columns; i += vector_width) {
         #pragma omp simd
-        for (int j = i; j < i + vector_width; j++) {
-            scores[j] = exponential(fma_rn(scores[j], scale, -shift));
-        }
+        for (int j = i; j < i + vector_width; j++) { scores[j] = exponential(scores[j] * scale - shift); }
         sums += load(scores + i);
     }
     return sum_of(sums);
@@ -180,7 +179,7 @@ inline void softmax_backward_row(float* scores, float* dp, float scale, float ls
     for (int i = 0; i < columns; i += vector_width) {
         #pragma omp simd
         for (int j = i; j < i + vector_width; j++) {
-            scores[j] = exponential(fma_rn(scores[j], scale, -lse));
+            scores[j] = exponential(scores[j] * scale - lse);
             dp[j] = scores[j] * (dp[j] - dot);
         }
     }
@@ -199,9 +198,9 @@ inline void attention_forward_head(AttentionHead<bf16>& x, T* out, float* lse, c
         const int keys = first + attention_queries, queries = std::min(attention_queries, x.T - first);
         tile_matmul<bf16>(x.scores.data(), x.ld_keys, x.q.data() + long(first) * x.words, x.words,
                           x.kt.data(), x.ld_keys, attention_queries, keys, x.words, false, x.amx);
-        mask_later_keys(x.scores.data(), keys, x.ld_keys, -INFINITY);
+        mask_later_keys(x.scores.data(), keys, x.ld_keys);
         float max[attention_queries], sum[attention_queries];
-        for (int i = 0; i < queries; i++) {
+        for (int i = 0; i < queries; i++) {  // on its own: no row waits for another's lanes
             max[i] = x.scale * max_of_row(x.scores.data() + long(i) * x.ld_keys, keys);
         }
         for (int i = 0; i < queries; i++) {
@@ -231,10 +230,9 @@ inline void attention_backward_tile(AttentionHead<bf16>& x, const float* dout, c
                       attention_queries, keys, x.words, false, x.amx);
     tile_matmul<bf16>(x.dp.data(), x.ld_keys, x.dout.data() + row, x.words, x.vt.data(), x.ld_keys,
                       attention_queries, keys, x.words, false, x.amx);
-    mask_later_keys(x.scores.data(), keys, x.ld_keys, -INFINITY);
-    mask_later_keys(x.dp.data(), keys, x.ld_keys, 0.0f);
+    mask_later_keys(x.scores.data(), keys, x.ld_keys);
     for (int i = 0; i < attention_queries; i++) {
-        float dot = 0, shift = 0;  // padding's, where q and dout are 0, and ds becomes 0
+        float dot = 0, shift = 0;  // of padding, where q, dout and so dp are 0, and ds is 0
         if (i < queries) {
             const T* o = out + long(first + i) * C;
             const float* d = dout + long(first + i) * C;

@@ -19,22 +19,18 @@ const int tile_rows = vector_width == 16 ? 8 : 4;
 
 // Two vectors, rounded to bf16: the values of `first`, and then those of `second`. Denormals become 0, as
 // they are for products. Defined where the CPU multiplies bf16.
-template <class V>
-void round_two(float* words, V first, V second);
+void round_two(float* words, Vector first, Vector second);
 // The same, in pairs: words[i] = first[i], second[i].
-template <class V>
-void round_pair(float* words, V first, V second);
+void round_pair(float* words, Vector first, Vector second);
 
 #if defined(__AVX512BF16__)
 const bool multiplies_bf16 = true;
 
-template <>
 inline void round_two(float* words, Vector first, Vector second) {
     const __m512bh rounded = _mm512_cvtne2ps_pbh(second, first);
     memcpy(words, &rounded, sizeof rounded);
 }
 
-template <>
 inline void round_pair(float* words, Vector first, Vector second) {
     typedef short Halves __attribute__((vector_size(64)));
     Halves order = {};

@@ -1,5 +1,5 @@
-// Vectors of the CPU's width, for what g++ does not make of plain loops: sums whose lanes are added by halves,
-// and matrices that are transposed in registers.
+// Vectors of the CPU's width, for what g++ does not make of plain loops: sums whose lanes are added by
+// halves, and matrices that are transposed in registers.
 #pragma once
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -31,7 +31,7 @@ inline void store(float* to, Vector v) { memcpy(to, &v, sizeof v); }
 
 typedef int32_t Lanes __attribute__((vector_size(4 * vector_width)));
 
-// Combines the lanes of a vector, by halves: of its own sums, g++ would add one after the other.
+// Combines a vector's lanes by halves. In a loop with a reduction g++ combines them one after the other.
 template <int half = vector_width / 2, class Combine>
 inline float reduce(Vector v, const Combine& combine) {
     Lanes other = {};

@@ -15,9 +15,9 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "dev/bench"))
 import bench_cpu
 
-# Functions of the trainer that hold these loops. Softmax is inlined into attention, but not with AVX2 alone.
+# Functions of the trainer that hold these loops. Those of softmax may be inlined into attention.
 LOOPS = {"GELU": r"cpu::(gelu_forward|apply_gelu)\b", "GELU's derivative": r"cpu::gelu_backward<",
-         "attention": r"cpu::(attention_forward|softmax_row)",
+         "attention": r"cpu::(attention_forward|exponential_row)",
          "attention's derivative": r"cpu::attention_backward",
          "classifier": r"cpu::fused_classifier\(",
          "LayerNorm": r"cpu::(layernorm_row|layernorm_forward|fused_residual)",
@@ -140,7 +140,9 @@ BENCHMARK = ROOT / "dev/bench/bench_cpu.py"
     ("train_gpt_cpu", "[.] cpu::attention_backward_head", "attention"),
     ("train_gpt_cpu", "[.] cpu::tile_matmul<true>", "attention"),
     ("train_gpt_cpu", "[.] cpu::tile<false, 2>", "attention"),
-    ("train_gpt_cpu", "[.] cpu::softmax_row", "attention"),
+    ("train_gpt_cpu", "[.] cpu::exponential_row", "attention"),
+    ("train_gpt_cpu", "[.] cpu::transpose", "attention"),
+    ("train_gpt_cpu", "[.] cpu::pack_rows<false, float>(cpu::AttentionHead<false>&", "attention"),
     ("train_gpt_cpu", "[.] cpu::fused_classifier", "embedding, classifier"),
     ("train_gpt_cpu", "[.] cpu::convert_to_bf16", "conversions"),
     ("train_gpt_cpu", "[.] main", "other")])
