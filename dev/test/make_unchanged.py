@@ -12,7 +12,7 @@ anew when a worker's share of the data came to be its rows of a step, and the op
 --keep-checkpoints and --major-checkpoints were added.
 
 Bits depend on the CPU, its libraries and the compiler, so they are kept for each kind of machine. On another
-kind only the numbers are compared, with a tolerance. They were made by commit d820e76, when
+kind only the numbers are compared, with a tolerance. They were made by commit 0f50087, when
 LayerNorm and attention came to add the lanes of vectors by halves, and e^x to be 0 below 2^-125. To add this machine's
 bits, build that commit and run
 
