@@ -12,7 +12,9 @@ import hashlib
 import hmac
 import http.client
 import json
+import random
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -21,7 +23,7 @@ import xml.etree.ElementTree
 from pathlib import Path
 
 import link
-from redis_server import NOT_LONGER_THAN_ITS_PARENT, free_port
+from redis_server import NOT_LONGER_THAN_ITS_PARENT
 
 ROOT = Path(__file__).resolve().parents[3]
 KEY, SECRET, REGION, BUCKET, PREFIX = "worker", "s3cret/+key", "us-east-1", "runs", "of us"
@@ -193,10 +195,21 @@ class S3Server:
 
 
 def free_port_pair():
-    """A free port P such that P + 10000, which the server also takes, is a valid port."""
-    while (port := free_port()) > 50000:
-        pass
-    return port
+    """A port P such that it and P + 10000, which the server also takes, are free. Both lie below the ports that Linux
+    gives to connections (32768 on), one of which might take them while the server is down."""
+    while True:
+        port = random.randrange(11000, 21000)
+        if all(is_free(one) for one in (port, port + 10000)):
+            return port
+
+
+def is_free(port):
+    with socket.socket() as one:
+        try:
+            one.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
 
 
 class Requests(link.Commands):
