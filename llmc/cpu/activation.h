@@ -3,12 +3,14 @@
 // the logits and all other gradients are fp32. The layer that computes such an array stores it rounded: half
 // the memory and traffic, and no separate pass.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 #include <stdexcept>
 #include <type_traits>
 
 #include "llmc/arithmetic.h"
 #include "llmc/cpu/buffer.h"
+#include "llmc/cpu/vector.h"
 
 namespace cpu {
 
@@ -30,6 +32,34 @@ HD_INLINE T rounded_to(float value) {
         return value;
     } else {
         return bf16_bits(value);
+    }
+}
+
+// out[i] = value(i) for i < n. Where the CPU rounds to bf16 by itself, which takes a quarter of GELU's time
+// less, denormals become 0, as they do in products.
+template <class T, class Value>
+inline void assign(T* out, long n, const Value& value) {
+    long done = 0;
+    if constexpr (multiplies_bf16 && std::is_same_v<T, uint16_t>) {
+        const int step = 2 * vector_width;
+        for (; done + step <= n; done += step) {
+            float values[step];
+            #pragma omp simd
+            for (int i = 0; i < step; i++) { values[i] = value(done + i); }
+            round_two(out + done, load(values), load(values + vector_width));
+        }
+    }
+    #pragma omp simd
+    for (long i = done; i < n; i++) { out[i] = rounded_to<T>(value(i)); }
+}
+
+// The same on all threads.
+template <class T, class Value>
+inline void assign_in_parallel(T* out, long n, const Value& value) {
+    const long chunk = 4096;
+    #pragma omp parallel for
+    for (long first = 0; first < n; first += chunk) {
+        assign(out + first, std::min(chunk, n - first), [=](long i) { return value(first + i); });
     }
 }
 

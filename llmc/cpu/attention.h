@@ -70,15 +70,9 @@ template <bool bf16, class T>
 inline void pack_row(float* words, const T* inp, int n) {
     if constexpr (bf16 && std::is_same_v<T, uint16_t>) {
         memcpy(words, inp, size_t(n) * sizeof(T));
-    } else if constexpr (bf16) {
-        int i = 0;
-        for (; i + 2 * vector_width <= n; i += 2 * vector_width) {
-            round_two(words + i / 2, load(inp + i), load(inp + i + vector_width));
-        }
-        for (; i < n; i++) { reinterpret_cast<uint16_t*>(words)[i] = bf16_bits(inp[i]); }
     } else {
-        #pragma omp simd
-        for (int i = 0; i < n; i++) { words[i] = widened(inp[i]); }
+        auto* values = reinterpret_cast<std::conditional_t<bf16, uint16_t, float>*>(words);
+        assign(values, n, [=](long i) { return widened(inp[i]); });
     }
 }
 
@@ -134,12 +128,11 @@ inline const float* round_pairs(Buffer<float>& out, const Buffer<float>& rows, i
 // A row of a gradient: out[i] = scale * inp[i], and sums[i] += the same.   out, sums, inp: (n)
 template <class T>
 inline void store_gradients(T* out, float* sums, const float* inp, int n, float scale) {
-    #pragma omp simd
-    for (int i = 0; i < n; i++) {
+    assign(out, n, [=](long i) {
         const float value = scale * inp[i];
-        out[i] = rounded_to<T>(value);
         sums[i] += value;
-    }
+        return value;
+    });
 }
 
 // Overwrites the scores of keys later than each row's query with -infinity.
@@ -214,8 +207,7 @@ inline void attention_forward_head(AttentionHead<bf16>& x, T* out, float* lse, c
             lse[first + i] = max[i] + logf(sum[i]);
             const float *from = x.mixed.data() + long(i) * x.padded_hs, inverse = 1.0f / sum[i];
             T* to = out + long(first + i) * C;
-            #pragma omp simd
-            for (int c = 0; c < x.hs; c++) { to[c] = rounded_to<T>(inverse * from[c]); }
+            assign(to, x.hs, [=](long c) { return inverse * from[c]; });
         }
     }
 }

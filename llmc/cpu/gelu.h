@@ -9,8 +9,7 @@ namespace cpu {
 // out[i] = gelu(inp[i]).   out, inp: (n)
 template <class T>
 inline void apply_gelu(T* out, const T* inp, long n) {
-    #pragma omp parallel for simd
-    for (long i = 0; i < n; i++) { out[i] = rounded_to<T>(gelu(widened(inp[i]))); }
+    assign_in_parallel(out, n, [=](long i) { return gelu(widened(inp[i])); });
 }
 
 inline void gelu_forward(Activation out, Activation inp, long n, Stream&) {

@@ -20,8 +20,7 @@ inline void layernorm_row(T* out, float* mean, float* rstd, const float* inp, co
     const float m = sum_over(C, [=](int c) { return inp[c]; }) / float(C);
     const float squares = sum_over(C, [=](int c) { return (inp[c] - m) * (inp[c] - m); });
     const float r = 1.0f / sqrtf(squares / float(C) + 1e-5f);
-    #pragma omp simd
-    for (int c = 0; c < C; c++) { out[c] = rounded_to<T>((inp[c] - m) * r * weight[c] + bias[c]); }
+    assign(out, C, [=](long c) { return (inp[c] - m) * r * weight[c] + bias[c]; });
     *mean = m;
     *rstd = r;
 }

@@ -56,8 +56,7 @@ inline size_t activation_size(MatmulPrecision precision) {
 
 // out[i] = bf16(inp[i]).   out, inp: (n)
 inline void convert_to_bf16(uint16_t* out, const float* inp, long n) {
-    #pragma omp parallel for simd
-    for (long i = 0; i < n; i++) { out[i] = bf16_bits(inp[i]); }
+    assign_in_parallel(out, n, [=](long i) { return inp[i]; });
 }
 
 // oneDNN's state, its primitives (one for each shape so far) and scratch. For one thread at a time. oneDNN
@@ -258,13 +257,11 @@ inline void gelu_backward(T* dpre_gelu, float* dbias, const float* dout, const T
     add_column_sums(dbias, N, C, sums, [=](float* sum, long n) {
         const float* d = dout + n * C;
         const T* x = pre_gelu + n * C;
-        T* out = dpre_gelu + n * C;
-        #pragma omp simd
-        for (int c = 0; c < C; c++) {
+        assign(dpre_gelu + n * C, C, [=](long c) {
             const float value = d[c] * gelu_derivative(widened(x[c]));
-            out[c] = rounded_to<T>(value);
             sum[c] += value;
-        }
+            return value;
+        });
     });
 }
 

@@ -17,31 +17,6 @@ namespace cpu {
 
 const int tile_rows = vector_width == 16 ? 8 : 4;
 
-// Two vectors, rounded to bf16: the values of `first`, and then those of `second`. Denormals become 0, as
-// they are for products. Defined where the CPU multiplies bf16.
-void round_two(float* words, Vector first, Vector second);
-// The same, in pairs: words[i] = first[i], second[i].
-void round_pair(float* words, Vector first, Vector second);
-
-#if defined(__AVX512BF16__)
-const bool multiplies_bf16 = true;
-
-inline void round_two(float* words, Vector first, Vector second) {
-    const __m512bh rounded = _mm512_cvtne2ps_pbh(second, first);
-    memcpy(words, &rounded, sizeof rounded);
-}
-
-inline void round_pair(float* words, Vector first, Vector second) {
-    typedef short Halves __attribute__((vector_size(64)));
-    Halves order = {};
-    for (int i = 0; i < 32; i++) { order[i] = short(i / 2 + i % 2 * 16); }
-    const Halves pairs = __builtin_shuffle((Halves)_mm512_cvtne2ps_pbh(second, first), order);
-    memcpy(words, &pairs, sizeof pairs);
-}
-#else
-const bool multiplies_bf16 = false;
-#endif
-
 // a * b + c with one rounding; with bf16, a[0] * b[0] + a[1] * b[1] + c of each word's two values.
 template <bool bf16>
 inline Vector multiply_add(float a, Vector b, Vector c) {

@@ -29,6 +29,31 @@ inline Vector load(const float* from) {
 
 inline void store(float* to, Vector v) { memcpy(to, &v, sizeof v); }
 
+// Two vectors, rounded to bf16: the values of `first`, and then those of `second`. Denormals become 0, as
+// they are for products. Defined where the CPU multiplies bf16.
+void round_two(void* out, Vector first, Vector second);
+// The same, in pairs: out[2 i] = first[i], out[2 i + 1] = second[i].
+void round_pair(void* out, Vector first, Vector second);
+
+#if defined(__AVX512BF16__)
+const bool multiplies_bf16 = true;
+
+inline void round_two(void* out, Vector first, Vector second) {
+    const __m512bh rounded = _mm512_cvtne2ps_pbh(second, first);
+    memcpy(out, &rounded, sizeof rounded);
+}
+
+inline void round_pair(void* out, Vector first, Vector second) {
+    typedef short Halves __attribute__((vector_size(64)));
+    Halves order = {};
+    for (int i = 0; i < 32; i++) { order[i] = short(i / 2 + i % 2 * 16); }
+    const Halves pairs = __builtin_shuffle((Halves)_mm512_cvtne2ps_pbh(second, first), order);
+    memcpy(out, &pairs, sizeof pairs);
+}
+#else
+const bool multiplies_bf16 = false;
+#endif
+
 typedef int32_t Lanes __attribute__((vector_size(4 * vector_width)));
 
 // Combines a vector's lanes by halves. In a loop with a reduction g++ combines them one after the other.
