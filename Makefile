@@ -26,7 +26,7 @@ include scripts/libraries.mk
 # No warnings with g++ 12 and nvcc 13; another compiler may have some. They are errors only in CI.
 WARNINGS = -Wall -Wextra $(if $(CI),-Werror)
 CUDA_WARNINGS = -Xcompiler -Wall$(comma)-Wextra$(comma)-Wno-unknown-pragmas $(if $(CI),-Werror all-warnings)
-# -ffp-contract=off: arithmetic that must give the same bits on every machine calls fmaf where it means it.
+# -ffp-contract=off: arithmetic that must give the same bits on every machine calls fmaf explicitly.
 OPTIMIZE_CPU = -O3 -g1 $(WIDEST_VECTORS)
 CXXFLAGS = -std=c++17 $(OPTIMIZE_CPU) -march=$(CPU_ARCH) -fopenmp -ffp-contract=off -fno-math-errno \
            -fno-trapping-math -fno-strict-aliasing $(WARNINGS) -I. $(DEPS_FLAGS) $(WITHOUT)
@@ -35,7 +35,7 @@ HEADERS = $(wildcard llmc/*.h llmc/*/*.h llmc/*/*.cuh streaming/*.h streaming/*.
 
 all: train_gpt_cpu
 	@echo "built train_gpt_cpu (this machine's CPU: oneDNN$(if $(HAS_HIREDIS),$(comma) Redis)$(if $(HAS_CURL),$(comma) S3))"
-	@echo "make train_gpt builds the CUDA trainer$(if $(NVCC),, (no nvcc here: CUDA_HOME says where to look))"
+	@echo "make train_gpt builds the CUDA trainer$(if $(NVCC),, (no nvcc found: set CUDA_HOME))"
 
 # The trainer is one .cu file for CPU and GPU: here g++ compiles it as C++.
 train_gpt_cpu: train_gpt.cu $(HEADERS) Makefile build/options_cpu | dependencies
@@ -111,7 +111,7 @@ bench-wire-quality bench-quality bench-wan bench-uneven: bench-%:
 RUNS = $(wildcard $(addprefix build/,quality wan wire_quality uneven peer_losses peers))
 clean:
 	rm -rf $(filter-out $(RUNS),$(wildcard build/*)) train_gpt train_gpt_cpu train_gpt_emulated test_gpt test_gpt_cpu
-	$(if $(RUNS),@echo "left there for benchmarks to continue from: $(RUNS) (make clean-runs removes them)")
+	$(if $(RUNS),@echo "kept for benchmarks to continue from: $(RUNS) (make clean-runs removes them)")
 
 clean-runs:
 	rm -rf $(RUNS)

@@ -24,7 +24,7 @@ struct Comparison {
 
     // One line: what was compared, how far off it is, how far it may be.
     void check(const std::string& what, double error, double limit) {
-        const bool good = error <= limit;  // not a number is not good
+        const bool good = error <= limit;  // false for NaN
         failures += !good;
         printf("%-6s %-28s %9.2e  (at most %.0e)\n", good ? "ok" : "FAILED", what.c_str(), error, limit);
     }

@@ -42,7 +42,7 @@
 // The model
 
 // Activations of one layer that the forward pass keeps for the backward pass.   N = B * T
-struct LayerActivations {  // all (N,C), but qkv (N,3C), fch and fch_gelu (N,4C)
+struct LayerActivations {  // all (N,C), except qkv (N,3C), fch and fch_gelu (N,4C)
     ActivationBuffer ln1, qkv, attention, ln2, fch, fch_gelu;
     Buffer<floatX> residual2, residual3;
     Buffer<float> ln1_mean, ln1_rstd, ln2_mean, ln2_rstd;  // (N)
@@ -52,7 +52,7 @@ struct LayerActivations {  // all (N,C), but qkv (N,3C), fch and fch_gelu (N,4C)
 struct Activations {
     Buffer<floatX> encoded, projected, dresidual, dprojected;  // (N,C). projected: without the residual
     ActivationBuffer dqkv, dfch;                               // (N,3C) (N,4C)
-    ActivationBuffer lnf, ln_recomputed, gelu_recomputed;      // (N,C) (N,C) (N,4C); --recompute needs two
+    ActivationBuffer lnf, ln_recomputed, gelu_recomputed;      // (N,C) (N,C) (N,4C); two for --recompute
     Buffer<float> lnf_mean, lnf_rstd, losses;
     Buffer<floatX> logits;  // (N,Vp); becomes dlogits
     std::vector<LayerActivations> layers;
@@ -246,7 +246,7 @@ struct Worker {
     Traffic traffic;                                            // of `comm`
     std::function<void()> progress = [] {};  // called for each batch: tells the watchdog that all is well
     StopVote stop{comm, comm_stream};
-    Stream copies{};  // to snapshots in the host's memory, while `main` goes on
+    Stream copies{};  // copies to snapshots in host memory while `main` continues
 
     Worker(Model& model, Comm& comm, Stream& main, Stream& comm_stream)
         : model(model), comm(comm), main(main), comm_stream(comm_stream) {
@@ -307,8 +307,8 @@ inline void sum_over_ranks(Worker& worker, float* values, size_t count) {
     hand_back(worker);
 }
 
-// Gradients of the mean loss over `micro_steps` batches and all ranks; each rank ends with its shard of them.
-// If a rank was asked to stop, all learn it with the loss. Returns false if the worker has left the step.
+// Gradients of the mean loss over `micro_steps` batches and all ranks; each rank gets its shard of them. A
+// request to stop reaches all ranks with the loss. Returns false if the worker abandons the step.
 inline bool compute_gradients(Worker& worker, DataLoader& loader, int B, int T, int micro_steps) {
     Model& model = worker.model;
     Scalars* scalars = worker.scalars;
@@ -321,7 +321,7 @@ inline bool compute_gradients(Worker& worker, DataLoader& loader, int B, int T, 
         loader.next_batch();
         forward(model, loader.inputs(), B, T, worker.main);
         classify(model, loader.targets(), B, T, &scalars->loss, share, share, true, worker.main);
-        worker.main.wait(worker.spare_is_copied);  // the last checkpoint's model may lie there
+        worker.main.wait(worker.spare_is_copied);  // it may still hold the last checkpoint's model
         model.sums.begin(model.grads, model.layout, micro_step == 0, worker.main);
         backward(model, B, T, worker.main, [&](int b) { if (last) { reduce_block(worker, b); } });
     }
@@ -467,7 +467,7 @@ inline float validation_loss(Worker& worker, DataLoader& loader, int B, int T, l
     return loss;
 }
 
-// Fraction of the examples whose correct ending has the lowest loss a token. The ranks divide the examples.
+// Fraction of the examples whose correct ending has the lowest loss per token. The ranks share the examples.
 inline double eval_accuracy(Worker& worker, const EvalSet& set, int B, int T) {
     Model& model = worker.model;
     Scalars* scalars = worker.scalars;
@@ -555,7 +555,7 @@ struct Run {  // everything that a process holds while it trains
     StepResult& last_result() { return results[session.totals.updates % 2]; }
     StepResult& previous_result() { return results[(session.totals.updates + 1) % 2]; }
     bool stops_together() const { return outer && options.workers > 1 && !options.diloco.is_elastic(); }
-    bool has_left() const { return course == Outcome::left; }  // amid a wait for others or for the store
+    bool has_left() const { return course == Outcome::left; }  // while it waited for others or the store
     bool is_over() const { return course == Outcome::over; }   // the other workers have completed the run
     bool is_stopping() const {
         return stops_together() ? session.stopping.is_last_step_together(step)
@@ -655,20 +655,20 @@ inline TrainingArrays arrays_of(Worker& worker) {
             worker.v,            worker.model.params, worker.outliers.data()};
 }
 
-// Starts to copy the state after `step` steps. The next backward pass waits until the model is copied,
-// the next update until all is.
+// Starts to copy the state after `step` steps. The next backward pass waits until the model has been copied,
+// the next update until everything has.
 inline TrainingSnapshot& take_snapshot(Run& run, long step) {
     Worker& worker = *run.worker;
     const bool last = step == run.inputs.steps;
     collect(run, run.last_result());
     TrainingSnapshot& snapshot = run.checkpoints->next(last || run.is_stopping());
     wait_for_parameters(worker);
-    if (!last) { gather_model(run, snapshot.model); }  // before the traffic is noted, which this adds to
+    if (!last) { gather_model(run, snapshot.model); }  // adds to the traffic that is saved below
     order(run.main, worker.copies, worker.to_copies);
     snapshot.begin_copies(arrays_of(worker), worker.copies);
     if (run.outer) { run.outer->take_snapshot(worker.copies); }
     worker.copies.record(worker.state_is_copied);
-    if (last || run.is_stopping()) { run.main.wait(worker.state_is_copied); }  // merges follow, not an update
+    if (last || run.is_stopping()) { run.main.wait(worker.state_is_copied); }  // no update() follows to wait
     const Progress progress{step, run.inputs.steps, worker.adamw_updates, worker.traffic, run.session.totals};
     snapshot.set_fields(fields_of(progress, run.inputs.shape, *run.inputs.train_loader),
                         fields_of(run.options.resolved));
@@ -687,16 +687,16 @@ inline void follow(Run& run, const Outcome& outcome) {
     run.session.report.events(run.step, outcome.events);
     if (!outcome.joined && !(is_new && jumps)) { return; }
     run.session.totals.joined_after = run.session.totals.updates;
-    // It may have lost its disk, and should train on no row a second time.
+    // The worker may have lost its disk: it skips the rows that it has trained on before.
     if (is_new) { run.inputs.train_loader->skip_to(outcome.step * run.options.micro_steps()); }
-    if (!outcome.joined || run.options.elastic.join_moments) { return; }  // taken from the snapshot, too
+    if (!outcome.joined || run.options.elastic.join_moments) { return; }  // moments came with the snapshot
     for (Buffer<float>* b : {&worker.m, &worker.v}) { device::set_zero(b->data(), b->count(), run.main); }
     worker.adamw_updates = 0;
 }
 
 // One step: this worker's update, then the exchange between workers. Returns when all of it is enqueued and
-// the device has completed the previous step. Reports that one, and this step if it is complete, too. If the
-// worker leaves the step, its state is that before it: a resumed run does the step again.
+// the device has completed the previous step. Reports that step, and this one, too, if it is complete. If the
+// worker abandons the step, its state is the one before the step, which a resumed run then repeats.
 inline void train_step(Run& run, long step) {
     const Options& o = run.options;
     Worker& worker = *run.worker;
@@ -710,8 +710,9 @@ inline void train_step(Run& run, long step) {
         return stopping.note_step_left();
     }
     totals.tokens += uint64_t(o.total_batch);
+    totals.updates++;
     StepResult& result = run.last_result();
-    result.update = ++totals.updates;
+    result.update = totals.updates;
     const long steps = run.inputs.steps;
     const LearningRateSchedule of_muon = with_peak(o.schedule, o.muon.learning_rate);
     const float warmup = join_warmup(totals), lr = learning_rate(o.schedule, steps, step - 1) * warmup;
@@ -786,7 +787,7 @@ inline void training_loop(Run& run) {
     Watchdog& watchdog = run.session.watchdog;
     run.last_collected = now_seconds();
     if (run.step == run.inputs.steps && run.session.resumed.step < run.step) {  // an elastic worker jumped
-        const Watchdog::Watch watch(watchdog, "the end");
+        const Watchdog::Watch watch(watchdog, "the last evaluation");
         end_step(run, run.step);
     }
     while (run.step < run.inputs.steps && !run.is_stopping()) {
@@ -796,12 +797,12 @@ inline void training_loop(Run& run) {
             train_step(run, run.step + 1);
         }
         if (run.is_over()) { return; }
-        const Watchdog::Watch watch(watchdog, format("step %ld's end", run.step));
+        const Watchdog::Watch watch(watchdog, format("the work after step %ld", run.step));
         end_step(run, run.step);
         if (run.checkpoints) { run.checkpoints->print_messages(); }
     }
     if (run.session.resumed.step == run.inputs.steps && run.step > 0) {  // resumed after the last step
-        const Watchdog::Watch watch(watchdog, "the end");
+        const Watchdog::Watch watch(watchdog, "the last evaluation");
         finish(run, run.step);
     }
 }
@@ -814,10 +815,10 @@ inline void begin_training(Run& run) {
     Session& session = run.session;
     Worker& worker = *run.worker;
     if (session.resumed.step == 0) {
-        const Watchdog::Watch watch(session.watchdog, "what comes before step 1");
+        const Watchdog::Watch watch(session.watchdog, "the evaluation before step 1");
         evaluate(run, 0);
     }
-    if (run.checkpoints) {  // without these a request to stop could save nothing
+    if (run.checkpoints) {  // without checkpoints a stop would save nothing
         run.largest_overlap = session.process.largest("overlap", run.options.diloco.overlap);
         if (run.stops_together()) { session.report.stop_overlap = run.largest_overlap; }
         worker.stop.may_leave_steps = !run.stops_together();
@@ -843,7 +844,7 @@ inline bool train_to_the_end(Run& run) {
     if (run.has_left()) { return session.left_while_waiting(run.outer->gave_up()); }
     if (!run.is_over()) { training_loop(run); }
     if (run.is_over()) { return session.ended_without_this_worker(); }
-    const Watchdog::Watch watch(session.watchdog, "the end");
+    const Watchdog::Watch watch(session.watchdog, "the end of the run");
     if (run.checkpoints) { run.checkpoints->finish(); }
     wait_for_parameters(*run.worker);  // a process that left amid a collective would leave its peers hanging
     run.main.synchronize();
@@ -953,7 +954,7 @@ inline int train(const Options& o, Process& process) {
         set_up(*run);
         is_complete = train_to_the_end(*run);
         process.leave();
-    } catch (const std::exception& error) {  // the other processes learn it from the store
+    } catch (const std::exception& error) {  // the other processes learn of it from the store
         if (run) { run->session.status.clear(); }  // the message takes its line
         if (run && run->checkpoints) { run->checkpoints->abandon(); }
         process.leave_with(error);

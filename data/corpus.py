@@ -57,8 +57,8 @@ def run_script(script):
     return status
 
 
-# Tokenizers: `vocabulary`, every token's bytes; `end_of_text`, its token; encode(texts), arrays of uint16, in
-# which END_OF_TEXT is text like any other; `threads` to encode with.
+# Tokenizers have: `vocabulary`, the bytes of every token; `end_of_text`, that token; encode(texts), which gives
+# arrays of uint16 and treats END_OF_TEXT as plain text; and perhaps `threads`, the number to encode with.
 
 
 class Bytes:
@@ -242,9 +242,9 @@ def identity(tokenizer):
 
 def add_output_options(parser, folder):
     parser.add_argument("--tokenizer", type=tokenizer_choice, default="gpt2", metavar="TOKENIZER",
-                        help="gpt2, bytes, bpe:N, or for the vocabulary of a corpus its folder (gpt2)")
+                        help="gpt2, bytes, bpe:N, or the folder of a corpus for its vocabulary (gpt2)")
     parser.add_argument("--out", type=Path, metavar="DIR",
-                        help=f"folder to write to (data/{folder}, with another tokenizer's name behind it)")
+                        help=f"folder to write to (data/{folder}, followed by a tokenizer's name other than gpt2)")
 
 
 def output_folder(options, name):
@@ -257,7 +257,7 @@ def shard_size(text):
     count = token_count(text)
     if 1000 <= count <= 10**9:
         return count
-    raise UserError(f"{text} is no size of a shard: give 1000 to 1000000000 tokens")
+    raise UserError(f"{text} is not a valid shard size: give 1000 to 1000000000 tokens")
 
 
 def token_count(text):
@@ -268,7 +268,7 @@ def token_count(text):
             return int(count)
     except (ValueError, OverflowError):
         pass
-    raise UserError(f"{text} is no number of tokens: give one such as 1000000 or 1e6")
+    raise UserError(f"{text} is not a number of tokens: give one such as 1000000 or 1e6")
 
 
 def tokenizer_settings(choice):
@@ -432,7 +432,7 @@ def not_made_here(folder, patterns):
 def replace_output(work, folder, settings):
     """Moves the new files into place and removes those of an earlier corpus, also of another text, since
     their tokenizer is replaced. Before that, prepare.json lists all of these files without settings, so that
-    a run which is killed in between leaves files that are known and do not count. The final prepare.json
+    a run which is killed in between leaves files that are listed but not valid. The final prepare.json
     comes last.
     """
     def save(settings, files):

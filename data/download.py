@@ -58,7 +58,7 @@ def hub_address():
 def web_address(text):
     parts = urllib.parse.urlsplit(text)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise UserError(f"{text} is no address: give one that begins with https:// or http://")
+        raise UserError(f"{text} is not an address: give one that begins with https:// or http://")
     return text.rstrip("/")
 
 
@@ -75,7 +75,7 @@ def fetch(remote, path, limits, received=lambda count: None):
             return
         received(-size_of(partial))
         partial.unlink()  # perhaps it began as an older version: try once from the start
-    raise UserError(f"{remote.url} came twice with another checksum than it should have: try another network "
+    raise UserError(f"{remote.url} came twice with a wrong checksum: try another network "
                     "or --url, or download it elsewhere and give --from DIR")
 
 
@@ -115,7 +115,7 @@ def check(path, remote):
         raise UserError(f"{path} has {path.stat().st_size:,} bytes, not {remote.size:,}: download it again "
                         f"from {remote.url}")
     if remote.sha256 not in (None, sha256_of(path)):
-        raise UserError(f"{path} has another checksum than it should: download it again from {remote.url}")
+        raise UserError(f"{path} has a wrong checksum: download it again from {remote.url}")
 
 
 def patiently(url, limits, attempt, progress=lambda: 0):
@@ -155,7 +155,7 @@ def ask(url, timeout, begin=0):
         if error.code in PASSING or error.code >= 500:
             raise Passing(reason, pause_of(error.headers.get("Retry-After"))) from error
         if error.code == 416:
-            raise Passing("the file is shorter than what is there of it") from error
+            raise Passing("the file is shorter than the part that was downloaded before") from error
         raise Refused(reason) from error
     except urllib.error.URLError as error:
         raise Passing(f"no connection: {error.reason}") from error
@@ -187,7 +187,7 @@ def transfer(remote, partial, timeout, received):
         raise
     partial.parent.mkdir(parents=True, exist_ok=True)
     with response, open(partial, "ab") as file:
-        if begin > 0 and not goes_on(response, begin):
+        if begin > 0 and not sends_rest(response, begin):
             received(-begin)
             file.truncate(0)
             begin = 0
@@ -198,12 +198,12 @@ def transfer(remote, partial, timeout, received):
     check_length(size_of(partial), whole if remote.size is None else remote.size)
 
 
-def goes_on(response, begin):
+def sends_rest(response, begin):
     """Whether the response has the bytes from `begin` on; if not, it has all of them."""
     if response.status != 206:
         return False
     if not (response.headers.get("Content-Range") or "").startswith(f"bytes {begin}-"):
-        raise Refused("the server answers with another part than it was asked for")
+        raise Refused("the server sends a different part from the one requested")
     return True
 
 
@@ -268,7 +268,7 @@ def hub_answer(url, limits):
         try:
             answer = json.loads(text)
         except ValueError as error:
-            raise Refused("it is no JSON") from error
+            raise Refused("it is not JSON") from error
         following = re.search(r'<([^>]+)>;\s*rel="next"', link)
         return answer, following and following[1]
 
@@ -309,13 +309,13 @@ def positive_number(text):
             return float(text)
     except ValueError:
         pass
-    raise UserError(f"{text} is no time: give seconds")
+    raise UserError(f"{text} is not a time: give seconds")
 
 
 def whole_number(text):
     if text.isdecimal():
         return int(text)
-    raise UserError(f"{text} is no count: give a whole number")
+    raise UserError(f"{text} is not a count: give a whole number")
 
 
 def obtain(options, remote, name, folder):
@@ -325,6 +325,6 @@ def obtain(options, remote, name, folder):
         return folder / name
     path = options.source / name
     if not path.is_file():
-        raise UserError(f"there is no {path}: download {remote.url} to there")
+        raise UserError(f"there is no {path}: download it from {remote.url}")
     check(path, remote)
     return path

@@ -158,7 +158,7 @@ def local_files(folder, sample):
             return [HubFile(f"sample/{sample}/{path.name}", path.stat().st_size, None)
                     for path in paths], paths
     raise UserError(f"there is no parquet file in {folder}/sample/{sample} or {folder}: download the "
-                    "sample's files to there (--help says how)")
+                    "sample's files there (--help says how)")
 
 
 # Documents
@@ -170,7 +170,7 @@ def open_parquet(path):
     try:
         file = pyarrow.parquet.ParquetFile(path)
     except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path} is no whole parquet file: download it again") from error
+        raise UserError(f"{path} is not a complete parquet file: download it again") from error
     if "text" not in file.schema_arrow.names:
         raise UserError(f"{path} has no column `text`: give FineWeb's files")
     return file
@@ -256,7 +256,7 @@ class Output:
             path.unlink(missing_ok=True)
 
     def end(self):
-        """Number of tokens in the whole shards."""
+        """The position in the stream at which the whole shards end."""
         return self.positions[-1] if self.positions else Position(0, 0, 0)
 
     @property

@@ -50,9 +50,9 @@ def read_examples(path):
             label, context, endings = int(item["label"]), item["ctx"], [f" {end}" for end in item["endings"]]
             examples.append((label, [whole_characters(text) for text in (context, *endings)]))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{path} line {number} is no example of HellaSwag: download it again") from error
+            raise UserError(f"{path} line {number} is not an example of HellaSwag: download it again") from error
         if not 0 <= label < len(endings):
-            raise UserError(f"{path} line {number} has no right ending: give the validation set")
+            raise UserError(f"{path} line {number} has no correct ending: give the validation set")
     return examples
 
 

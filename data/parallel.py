@@ -73,7 +73,7 @@ class Processes:
 
     def in_order(self, function, items):
         """(label, function(argument)) for all (label, argument) of `items`, in order. Takes as many items in
-        advance as keep the processes busy. An item None means that the next item takes a while.
+        advance as keep the processes busy. A None item means that the next one will take a while.
         """
         ahead = collections.deque()
         try:
@@ -85,7 +85,7 @@ class Processes:
             while ahead:
                 yield first_of(ahead)
         except BrokenProcessPool as error:
-            raise UserError("a process that makes tokens could not start or was ended, perhaps for lack of "
+            raise UserError("a tokenizing process could not start or was killed, perhaps for lack of "
                             "memory: start again, with fewer --processes") from error
 
 
@@ -145,10 +145,10 @@ def size(count):
 
 def add_process_options(parser):
     parser.add_argument("--processes", type=process_count, default=len(os.sched_getaffinity(0)), metavar="N",
-                        help="processes that make tokens (one for each CPU)")
+                        help="tokenizing processes (one for each CPU)")
 
 
 def process_count(text):
     if text.isdecimal() and 1 <= int(text) <= 1024:
         return int(text)
-    raise UserError(f"{text} is no number of processes: give 1 to 1024")
+    raise UserError(f"{text} is not a number of processes: give 1 to 1024")

@@ -75,7 +75,7 @@ def file_blocks(paths):
                 while block := file.read(BLOCK):
                     yield block
         except UnicodeDecodeError as error:
-            raise UserError(f"{path} is not UTF-8 ({error.reason}): convert it, as with iconv") from error
+            raise UserError(f"{path} is not UTF-8 ({error.reason}): convert it with iconv") from error
         except OSError as error:
             raise UserError(f"cannot read {path} ({error.strerror}): give text files") from error
 

@@ -55,7 +55,7 @@ def get_archive(options, source, downloads):
         path = options.source / ARCHIVE
         if not path.is_file():
             raise UserError(f"there is neither {ARCHIVE} nor data00.json in {options.source}: download "
-                            f"{source.url} to there")
+                            f"{source.url} into it")
         check(path, source)
         return path
     progress, done = Progress(), [0]
@@ -150,7 +150,7 @@ def make(options, source, downloads, work):
         raise UserError(f"there are {len(files)} files of stories, and the first one is for validation: "
                         "download the archive again")
     tokenizer = make_tokenizer(options.tokenizer, lambda: read_stories(files[1]))
-    print(f"making tokens of {len(files)} files with {options.processes} processes", flush=True)
+    print(f"tokenizing {len(files)} files with {options.processes} processes", flush=True)
     with Processes(options.processes, tokenizer) as processes:
         training, validation = write_parts(files, processes, work, options.max_tokens or EVERY_TOKEN)
     if training == 0 or validation == 0:

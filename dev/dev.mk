@@ -4,7 +4,7 @@
 # make test-emulated   CUDA kernels on this CPU, with three kinds of sanitizers (part of make test-long)
 # make check-cuda      the same kernels compiled by nvcc, and what it made of them (part of make test-long)
 # make test-gpu        the same tests and more on this machine's GPU
-# make gpu-report      these and make bench-gpu, what finds trouble first, and a page for an issue; DRY_RUN=1: emulated
+# make gpu-report      these and make bench-gpu, likely trouble first, and a report for an issue; DRY_RUN=1: emulated
 # make fuzz            each parser of files, payloads and the store under libFuzzer, SECONDS=60 each (clang)
 # make torture         kills a run KILLS=500 times, in the middle of writes too, and compares its bits
 # make chaos           elastic workers are killed, stopped, slowed and cut off for MINUTES=10; SEED=, STORE=s3
@@ -42,7 +42,7 @@ build/encode: dev/test/encode.cpp $(HEADERS) Makefile build/options_cpu | depend
 	@mkdir -p build
 	$(CXX) $(CXXFLAGS) $< -o $@ $(DEPS_LINK) $(if $(HAS_PCRE2),-lpcre2-8)
 
-# Tests that run at the same time. More of them than cores are faster on an idle machine, but nearer to their limits.
+# Tests that run at the same time. More than one per core is faster on an idle machine, but nearer to time limits.
 TEST_JOBS ?= $(JOBS)
 PYTEST = .venv/bin/python -m pytest -q -n $(TEST_JOBS) --dist loadgroup
 
@@ -52,7 +52,7 @@ test test-long: setup
 	    train_gpt_cpu test_gpt_cpu build/unit_tests build/encode
 	$(PYTEST) -rs dev/test $(if $(filter test-long,$@),--long)
 
-# Every command that the documents show, those of minutes too.
+# Every command that the documents show, including those that take minutes.
 test-commands: setup
 	$(MAKE) -j$(JOBS) train_gpt_cpu test_gpt_cpu build/unit_tests build/relay
 	EVERY_COMMAND=1 .venv/bin/python -m pytest -q -rs --long dev/test/tools/test_commands.py
@@ -80,7 +80,7 @@ PLAIN_TESTS = $(KERNEL_TESTS:%=build/plain/%) build/plain/test_gpt
 EMULATOR_TESTS = build/plain/test_gpt $(foreach kind,address thread,$(KERNEL_TESTS:%=build/$(kind)/%)) \
                  $(LAYER_TESTS:%=build/fp32/%) build/fp32/test_gpt
 EMULATED_TRAINERS = build/plain/train_gpt build/without/train_gpt
-# What takes longest comes first, or one core would wait for the other at the end.
+# What takes longest comes first; otherwise one core would wait for another at the end.
 LONG_TESTS = check-cuda build/thread/train_gpt $(DRY_PROGRAMS) $(EMULATOR_TESTS) $(FUZZ_PROGRAMS)
 
 # -O1: these, too, take longer to compile than to run.   debug: not tested, for gdb.
@@ -145,17 +145,17 @@ test-emulated: setup
 # ---- nvcc, and GPUs
 
 # For the GPUs of 2020, 2022 and 2024, and linked where NCCL is; nvcc's warnings are errors. In fp32 one GPU is enough,
-# and of the kernels' tests that nvcc compiles them: the trainer has all kernels.
+# and the kernels' tests need only compile: the trainer has all kernels.
 build/nvcc/%: CI = true
 build/nvcc/%: GPU_FLAGS += -Xcompiler -O1  # of the host's code, which g++ optimizes elsewhere
 CUDA_TESTS = $(LAYER_TESTS:%=build/nvcc/%.ptx) build/nvcc/test_kernels.ptx
 check-cuda:
 ifeq ($(NVCC),)
-	@echo "not checked: whether nvcc compiles the kernels, for there is none (CUDA_HOME says where to look)"
+	@echo "not checked: whether nvcc compiles the kernels: none was found (set CUDA_HOME)"
 else
 	$(MAKE) build/nvcc/train_gpt.o build/nvcc/test_gpt_fp32.o $(CUDA_TESTS)
 	@if $(call gpu_links,nccl.h,$(NCCL_LINK)); then $(MAKE) build/nvcc/train_gpt; else \
-	    echo "not checked: whether train_gpt links, for there is no NCCL (NCCL_HOME says where to look)"; fi
+	    echo "not checked: whether train_gpt links: no NCCL was found (set NCCL_HOME)"; fi
 	python3 dev/bench/check_kernels.py --nvcc $(NVCC)
 endif
 
@@ -188,8 +188,8 @@ build/gpu/test_gpt_fp32 build/gpu/bench_gpu: $(EMULATOR_HEADERS) build/options_g
 	$(GPU_COMPILER) $(CUDA_FLAGS) $(if $(findstring fp32,$@),-DENABLE_FP32) $(GPU_CODE) $(GPU_HOST) \
 	    $(firstword $(filter %.cu,$^)) -o $@ $(GPU_LIBS)
 
-# dev/test/processes/test_gpu.py compares with train_gpt_cpu. PYTHON=python3: with that one's pytest and NumPy, and
-# nothing is set up.
+# dev/test/processes/test_gpu.py compares with train_gpt_cpu. PYTHON=python3: uses that Python's pytest and
+# NumPy, and sets nothing up.
 PYTHON ?= .venv/bin/python
 test-gpu: $(if $(filter .venv/%,$(PYTHON)),setup)
 	@if nvidia-smi -L >/dev/null 2>&1; then \

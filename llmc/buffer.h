@@ -1,6 +1,6 @@
-// Buffer: an array in the memory that the layers work on. HostBuffer: one in the host's memory that is copied
-// to and from it. Both are all zero bits when new. With them come the copies, casts and fills of such arrays.
-// The CPU's or the GPU's.
+// Buffer: an array in the memory that the layers work on, the CPU's or the GPU's. HostBuffer: an array in the
+// host's memory that is copied to or from a Buffer. Both are zeroed when allocated. This header also brings
+// in the functions that copy, cast and fill such arrays.
 #pragma once
 #include "llmc/cpu/buffer.h"
 #include "llmc/cpu/memory.h"

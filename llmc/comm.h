@@ -24,7 +24,7 @@ struct CommGroup {
     int rank, size;                    // this process among the members
     std::string interface;             // of the network to use; empty: the one that leads to the store
     double timeout;                    // seconds, for joining and for each call
-    std::vector<std::string> members = {};  // what errors call them, the same on all; empty: "rank R of NAME"
+    std::vector<std::string> members = {};  // names in errors, the same on all; empty: "rank R of NAME"
 
     std::string member(int r) const {
         return members.empty() ? "rank " + std::to_string(r) + " of " + name : members[size_t(r)];

@@ -1,8 +1,8 @@
 // Errors, by who can do something about them.
 //   UserError     an option, a file or the environment is wrong: main prints `error: what: what to do`,
 //                 exits 2
-//   TemporaryFailure   a UserError that may pass: others or the store did not answer in time, or an earlier
-//                 start still runs. A batch system may try again: exits 75 (sysexits.h: EX_TEMPFAIL)
+//   TemporaryFailure   a UserError that may resolve itself: other processes or the store were silent, or an
+//                 earlier start still runs. A batch system may retry: exits 75 (sysexits.h: EX_TEMPFAIL)
 //   RunError      something outside this process failed (a peer died, a disk is full): one line, exits 1, or
 //                 with a status of its own
 // Anything else that is thrown is a bug of this program.
@@ -28,8 +28,8 @@ struct RunError : std::runtime_error {
 };
 
 const int retry_status = 75;
-// The status of a process whose place another one has taken. It must not be restarted: that would end the
-// other.
+// The exit status of a process that another one has replaced. It must not be restarted: that would replace
+// the other one in turn.
 const int replaced_status = 76;
 
 inline int exit_status(const std::exception& error) {
@@ -75,7 +75,7 @@ inline std::string workers_in_words(const std::vector<int>& workers) {
     return (workers.size() == 1 ? "worker " : "workers ") + list_in_words(names);
 }
 
-// The place of `word` among the words of an option. A UserError lists them.   what: the option
+// The index of `word` in `words`, an option's choices; else a UserError that lists them.   what: the option
 inline size_t place_of(const std::string& word, const std::vector<std::string>& words,
                        const std::string& what) {
     for (size_t i = 0; i < words.size(); i++) {

@@ -98,7 +98,7 @@ private:
     int64_t bytes = 0;
 };
 
-// Writes all of it. False, with errno, if that fails; a part may be written then.
+// Writes all of `data`. Returns false and sets errno if that fails; part of it may have been written then.
 inline bool write_whole(int descriptor, const void* data, size_t count) {
     const char* from = static_cast<const char*>(data);
     while (count > 0) {
@@ -153,7 +153,7 @@ private:
     Owned<XXH3_state_t, XXH3_freeState> state;
 };
 
-// Returns once the folder's names, as they were added and removed, are on the disk.
+// Returns once the names that were added to the folder, and removed from it, are on the disk.
 inline void sync_folder(const std::string& folder) {
     const int descriptor = open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (descriptor >= 0) {
@@ -162,9 +162,9 @@ inline void sync_folder(const std::string& folder) {
     }
 }
 
-// Makes the file `path` from what `write` writes. Until all of that is on the disk, `path` stays as it was.
+// Creates or replaces `path` with what `write` writes. Until all of that is on the disk, `path` is unchanged.
 // tag: part of the temporary name; differs between processes that may write the same file at the same time
-// before_named: called when the data is on the disk, just before the file has its name
+// before_named: called when the data is on the disk, just before the file gets its name
 inline void write_file(const std::string& path, const std::function<void(OutputFile&)>& write,
                        const std::string& tag = "", const std::function<void()>& before_named = [] {}) {
     const std::string temporary = path + tag + ".tmp";

@@ -19,8 +19,8 @@ using floatX = __nv_bfloat16;
 using floatX = float;
 #endif
 
-// Whether a rank has a copy in fp32 of the parameters that it updates. Otherwise it updates the model's own,
-// which are fp32, and all of which are this rank's.
+// Whether a rank keeps an fp32 copy (master weights) of the parameters that it updates. If not, it updates
+// the model's own parameters, which are then fp32 and belong to this rank alone.
 inline bool has_master_copy(int ranks) { return sizeof(floatX) < sizeof(float) || ranks > 1; }
 
 enum class MatmulPrecision { highest, high, medium };
@@ -32,8 +32,8 @@ inline MatmulPrecision matmul_precision(const std::string& word) {
 
 // fuse_gelu: 0: GELU has its own kernels; 1: forward products apply it; 2: backward products, too;
 //            -1: 1 on Hopper and server Blackwell, else 0
-// sms_taken: SMs held by collectives that wait for other workers while products run. Those among a worker's
-//            own ranks are too short for this to pay (dev/results/h200.md).
+// sms_taken: SMs held by collectives that wait for other workers while matmuls run. Collectives inside a
+//            worker are too short for this to pay off (dev/results/h200.md).
 struct MatmulOptions {
     MatmulOptions(MatmulPrecision precision, int fuse_gelu = -1, int sms_taken = 0)
         : precision(precision), fuse_gelu(fuse_gelu), sms_taken(sms_taken) {}

@@ -77,8 +77,8 @@ struct Layout {
     }
 };
 
-// Zeroes the gradients that the first micro-step of a step does not overwrite, by the set_zero of the
-// stream's namespace: those of positions, to which encoder_backward adds, and the padding.
+// Zeroes the gradients that the first micro-step of a step does not overwrite: those of positions (wpe), to
+// which encoder_backward adds, and the padding. Calls the set_zero of the stream's namespace.
 // grads: (layout.size)
 template <class Stream>
 void zero_accumulated_gradients(float* grads, const Layout& layout, Stream& stream) {
@@ -166,7 +166,7 @@ inline Layout gpt_layout(const GptShape& shape, int ranks, int fragment_layers) 
 template <class T>
 struct LayerTensors {
     T *qkvw, *attprojw, *fcw, *fcprojw;                              // (3C,C) (C,C) (4C,C) (C,4C)
-    T *ln1w, *ln1b, *qkvb, *attprojb, *ln2w, *ln2b, *fcb, *fcprojb;  // (C) but qkvb (3C), fcb (4C)
+    T *ln1w, *ln1b, *qkvb, *attprojb, *ln2w, *ln2b, *fcb, *fcprojb;  // (C), except qkvb (3C), fcb (4C)
 };
 
 template <class T>
@@ -175,7 +175,7 @@ struct EmbeddingTensors {
     T *lnfw, *lnfb;  // (C) (C)
 };
 
-// Of all layers.   flat: (layout.size)
+// The tensors of all layers.   flat: (layout.size)
 template <class T>
 std::vector<LayerTensors<T>> layer_tensors(const Layout& layout, T* flat) {
     std::vector<LayerTensors<T>> layers;

@@ -1,4 +1,4 @@
-// Muon on the matrices of the layers by all ranks of a worker (equations: llmc/optimizers.h).
+// Muon for the layers' matrices, computed jointly by all ranks of a worker (equations: llmc/optimizers.h).
 //
 // Newton-Schulz needs a whole matrix, and a rank has 1/R of each block. For R layers at a time, one
 // all-to-all gives each rank a whole layer, and another returns the results:
@@ -13,9 +13,9 @@
 // Newton-Schulz computes anyway, and a layer's rank computes what one rank alone would: for the same
 // gradients and algorithms of matmuls the bits do not depend on R.
 //
-// Traffic: a rank sends (R - 1) shards of a layer for each R layers, twice. If R divides L, the number of
-// layers, that is 2 / R of an all-gather of the layers' parameters. The most, with two ranks and L odd, is
-// (L + 1) / L of it.
+// Traffic: for every R layers, a rank sends (R - 1) shards of a layer, twice. If R divides L, the number of
+// layers, that is 2 / R of an all-gather of the layers' parameters. The worst case, two ranks and odd L, is
+// (L + 1) / L of an all-gather.
 // Work: 5 (4 m^2 n + 2 m^3) flops for a matrix of m x n, m <= n, so 300 C^3 for a layer of C channels. GPT-2
 // 124M (L = 12, C = 768): 1.6 TFLOP a step, where forward and backward of 0.5M tokens take 420. A rank does
 // ceil(L / R) layers or one less.
@@ -47,9 +47,9 @@ struct NewtonSchulz {
 
 const int newton_schulz_iterations = 5;
 
-// matrix = scale * X, for X after five iterations from matrix / |matrix|. X keeps the matrix's singular
-// vectors, and its singular values become about 1. A = X X^T. A matrix with more rows than columns has
-// A = X^T X and the product X (a I + b A + c A A), so that A has the shorter side.
+// matrix = scale * X, for X after five iterations that start from matrix / |matrix|. X keeps the matrix's
+// singular vectors, and its singular values become about 1. A = X X^T; for a matrix with more rows than
+// columns A = X^T X, and an iteration is X (a I + b A + c A A), so that A has the shorter side.
 // matrix: (rows,columns)
 inline void newton_schulz(NewtonSchulz& scratch, device::Matmul& matmul, floatX* matrix, int rows,
                           int columns, float scale, Stream& main) {
@@ -112,7 +112,7 @@ public:
           layer(comm.size() > 1 ? layout.blocks[0].size : 0),
           scratch(layout.tensor("h.0.fcw").count(), layout.tensor("h.0.fcw").shape[1]) {}  // the largest
 
-    // Updates this rank's shards of the matrices. Collective: all ranks call it, also if the update is
+    // Updates this rank's shards of the matrices. Collective: all ranks call it, even if the update is
     // skipped (*grad_scale, the clip scale, is not finite).   rounding: of params; `first` is set here
     void update(const MuonArrays& arrays, const Muon& step, const float* grad_scale,
                 StochasticRounding rounding, device::Matmul& matmul, Stream& main, Stream& comm_stream,

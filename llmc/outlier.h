@@ -22,7 +22,7 @@ const int outlier_window_size = 128;
 // The last values of a series; all bytes zero: none yet.
 struct SeriesWindow {
     float values[outlier_window_size];
-    uint64_t entered;  // so far. Value i lies at i % outlier_window_size, valid even for damaged bytes
+    uint64_t entered;  // so far. Value i lies at i % outlier_window_size: in range even if corrupted
 };
 
 // The windows of a worker, on the device, the same on all its ranks. A checkpoint's section "outliers" holds

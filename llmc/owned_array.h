@@ -1,4 +1,4 @@
-// Owned: a C library's object, which `free` frees with its owner.
+// Owned: a C library's object; `free` releases it when its owner is destroyed.
 // OwnedArray: an array that is freed with its owner. Memory provides its memory:
 //     static void* take(size_t bytes);    // all zero bits; throws if there is no more
 //     static void give_back(void* p);     // does nothing for null

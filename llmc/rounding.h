@@ -23,7 +23,7 @@ HD inline uint32_t round_to_nearest(uint32_t magnitude, uint32_t largest) {
     const uint32_t odd = magnitude >> dropped & 1, below_half = (1u << (dropped - 1)) - 1;
     uint32_t normal = ((magnitude + below_half + odd) >> dropped) - (uint32_t(127 - bias) << mantissa_bits);
 
-    // Subnormal: the sum with a number whose last place is the format's smallest step is rounded to it.
+    // Subnormal: adding a number whose last bit is worth the format's smallest step rounds to that step.
     const uint32_t adder = uint32_t(127 + 1 - bias - mantissa_bits + 23) << 23;
     uint32_t subnormal = float_to_bits(add_rn(bits_to_float(magnitude), bits_to_float(adder))) - adder;
 

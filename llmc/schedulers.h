@@ -1,8 +1,8 @@
 // Learning-rate schedules, llm.c's: a linear warm-up to the peak, then
 //   cosine     half a cosine down to final_fraction of the peak (Loshchilov & Hutter, arXiv 1608.03983)
 //   linear     a straight line down to the same
-//   constant   stays
-//   wsd        stays (warm-up, stable), and in the last 20% of steps decays as 1 - sqrt (arXiv 2405.18392)
+//   constant   stays at the peak
+//   wsd        warm-up, stable, decay: stays, then falls as 1 - sqrt in the last 20% (arXiv 2405.18392)
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -28,8 +28,8 @@ inline LearningRateSchedule with_peak(LearningRateSchedule schedule, float peak)
     return schedule;
 }
 
-// The learning rate of step 0, 1, ... total_steps - 1. Of a decay that begins after b steps,
-// (step - b) / (total_steps - b) is done, so the last step still moves the model.
+// The learning rate of step 0, 1, ... total_steps - 1. If a decay begins after b steps, `step` is
+// (step - b) / (total_steps - b) of the way through it, so the last step still moves the model.
 inline float learning_rate(const LearningRateSchedule& schedule, long total_steps, long step) {
     const ScheduleKind kind = schedule_kind(schedule.kind);
     const double peak = schedule.peak, final = peak * schedule.final_fraction;

@@ -26,7 +26,7 @@
 
 // What a user can do when a file of a checkpoint cannot be used.
 inline const char* checkpoint_hint() {
-    return "resume from another step, or start from a model file (-e model_STEP.bin)";
+    return "move this step's files away to resume from another, or start from a model (-e model_STEP.bin)";
 }
 
 // Named numbers and words, and their text: one line "name value" for each. The text is exact: a real number
@@ -71,7 +71,7 @@ public:
     long count_up_to(long most, const std::string& name) const {
         const long count = integer(name);
         if (count < 0 || count > most) {
-            fail(format("has %ld of '%s', and there can be %ld", count, name.c_str(), most));
+            fail(format("has %ld of '%s', but at most %ld are possible", count, name.c_str(), most));
         }
         return count;
     }
@@ -87,12 +87,12 @@ public:
     }
     const std::string& word(const std::string& name) const {
         const auto found = values.find(name);
-        if (found == values.end()) { fail("does not say '" + name + "'"); }
+        if (found == values.end()) { fail("lacks '" + name + "'"); }
         return found->second;
     }
 
-    // The numbers of options, which are saved as a user typed them, and read as the command line's parser
-    // reads them: 0x14 is 20, and real numbers go by way of long double, for the same bits.
+    // Numbers of options are saved as the user typed them, and read as the command line's parser reads them:
+    // 0x14 is 20, and real numbers pass through long double, to get the same bits.
     long typed_integer(const std::string& name, long least, long most) const {
         errno = 0;
         char* end = nullptr;
@@ -214,9 +214,9 @@ public:
     }
 };
 
-// The outer optimizer's part of a checkpoint: named arrays in pinned memory of the host, which streams fill
-// while training goes on, and fields. What has not arrived yet at the checkpoint's step is
-// awaited: it is copied when it arrives, and the writer's thread waits for the last copy.
+// The outer optimizer's part of a checkpoint: fields, and named arrays in the host's pinned memory, which
+// streams fill while training continues. Means that are still in flight at the checkpoint's step are copied
+// when they arrive, and the writer's thread waits for the last copy.
 class OuterSnapshot {
 public:
     virtual ~OuterSnapshot() = default;
@@ -225,13 +225,13 @@ public:
     void wait() const {
         std::unique_lock<std::mutex> lock(mutex);
         changed.wait(lock, [this] { return abandoned || missing == 0; });
-        if (abandoned) { throw RunError("it was given up before all of its means had arrived"); }
+        if (abandoned) { throw RunError("the snapshot was abandoned before all of its means had arrived"); }
         const Event all = last_copy;
         lock.unlock();
         all.synchronize();
     }
 
-    // On any thread: gives up what has not arrived yet, which ends wait().
+    // On any thread: stops waiting for what has not arrived yet; wait() then throws.
     void abandon() {
         std::lock_guard<std::mutex> lock(mutex);
         abandoned = missing > 0;
@@ -297,7 +297,7 @@ protected:
 private:
     std::deque<Array> arrays;
     Event last_copy;
-    size_t missing = 0;  // of those that are awaited
+    size_t missing = 0;  // arrivals still awaited
     bool abandoned = false;
     mutable std::mutex mutex;  // guards the three members above
     mutable std::condition_variable changed;
@@ -328,7 +328,7 @@ inline std::vector<floatX> rounded_parameters(const std::vector<float>& master) 
 }
 
 // A part of the outer optimizer's state: whether the old run had it, whether the new run has it, and whether
-// it is carried over. What the new run has and what is not carried over is zero at first.
+// it is carried over. A part that the new run has but that is not carried over starts at zero.
 struct OuterPart {
     std::string name;  // for people
     bool had, has, is_kept;

@@ -61,7 +61,7 @@ train data-parallel --workers 1 --ranks 2 -m $((validation_batches / 2)) -s 0
 say "2 of 3, DiLoCo: two workers train apart and exchange the whole model in fp32 now and then."
 train diloco --workers 2 -m "$validation_batches" "${outer[@]}" "${classic[@]}" -s 0
 
-say "3 of 3, Streaming DiLoCo: fragment after fragment in four bits, while training goes on; then it writes."
+say "3 of 3, Streaming DiLoCo: fragment after fragment in four bits, while training continues; then it writes a sample."
 train streaming --workers 2 -m "$validation_batches" "${outer[@]}" "${streaming[@]}" \
     -s 1000000 -g "$sample_length"   # a sample at the end only
 

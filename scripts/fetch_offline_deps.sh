@@ -17,7 +17,7 @@ fail() {
 }
 
 [ $# -eq 1 ] || fail "give a folder: scripts/fetch_offline_deps.sh DIR"
-command -v apt-get >/dev/null || fail "this is not Debian or Ubuntu: fetch on the other machine's release"
+command -v apt-get >/dev/null || fail "this is not Debian or Ubuntu: fetch on a machine with the target's release"
 [ ! -e "$1" ] || fail "$1 already exists: remove it, or give another folder"
 python=/usr/bin/python3
 "$python" -c 'import venv, ensurepip' 2>/dev/null || fail "no $python with venv: apt-get install python3-venv"
@@ -65,7 +65,7 @@ fetch_packages() {
     echo "updating apt's lists"
     apt apt-get update >"$work/log" 2>&1 ||
         fail "apt-get update failed: check the network ($(tail -n 1 "$work/log"))"
-    # What a system has at the least, what compiles, and then what is compiled with.
+    # First a minimal system, then the toolchain, then the libraries, then the rest.
     essential >"$work/essential"
     closure "$work/essential" apt >"$work/minimal"
     closure "$work/minimal" "${toolchain[@]}" >"$work/with_toolchain"

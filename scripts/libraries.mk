@@ -12,7 +12,7 @@ CPU_ARCH ?= native
 hash := \#
 comma := ,
 
-# What takes a while is found out when it is first asked for, and once.
+# Slow checks run when their result is first needed, and only once.
 once = $(eval $(1) := $(2))$($(1))
 # g++ prefers vectors of 256 bits even where the CPU has 512; with 512 a step in bf16 takes 8% less time (Intel Xeon;
 # not measured on AMD).
@@ -24,7 +24,7 @@ links = printf '%s\n' '$(hash)if !__has_include(<$(2)>)' '$(hash)error' '$(hash)
 host_links = $(call links,$(CXX),$(1),$(DEPS_FLAGS) $(DEPS_LINK) $(2))
 gpu_links = $(call links,$(NVCC),$(1),$(DEPS_FLAGS) $(GPU_FLAGS) $(DEPS_LINK) $(GPU_LINK) $(2))
 
-# A folder of libraries that is not one of the system's: programs remember it.
+# A folder of libraries that is not one of the system's: programs get it as an rpath.
 SYSTEM_FOLDERS := /lib /lib64 /usr/lib /usr/lib64 $(wildcard /usr/lib/*-linux-gnu)
 library_folder = $(foreach folder,$(filter-out $(SYSTEM_FOLDERS),$(abspath $(1))),\
                    -L$(folder) -Xlinker -rpath -Xlinker $(folder))
@@ -39,12 +39,12 @@ DEPS_FLAGS := $(addprefix -isystem ,$(wildcard $(DEPS:%=%/include) \
 DEPS_LIBRARIES := $(wildcard $(foreach folder,$(DEPS),$(addprefix $(folder)/,$(LIBRARY_FOLDERS))))
 DEPS_LINK := $(call library_folder,$(DEPS_LIBRARIES)) $(if $(DEPS),-Xlinker --disable-new-dtags)
 
-# Optional: what would need a missing one is refused by the programs.
+# Optional: the programs refuse whatever needs a library that is missing.
 HAS_HIREDIS = $(call once,HAS_HIREDIS,$(shell $(call host_links,hiredis/hiredis.h,-lhiredis) && echo yes))
 HAS_OPENSSL = $(call once,HAS_OPENSSL,$(shell $(call host_links,openssl/opensslconf.h,-lssl -lcrypto) && \
                                                 echo yes))
 HAS_PCRE2 = $(call once,HAS_PCRE2,$(shell $(call host_links,pcre2.h,-lpcre2-8) && echo yes))
-# Older ones do not sign all of a request (CURLOPT_AWS_SIGV4).
+# Older versions of curl do not sign the whole request (CURLOPT_AWS_SIGV4).
 IS_NEW_CURL = printf '\043include <curl/curl.h>\n\043if LIBCURL_VERSION_NUM < 0x075800\n\043error old\n\043endif\n' | \
               $(CXX) $(DEPS_FLAGS) -E -x c++ - > /dev/null 2>&1
 HAS_CURL = $(call once,HAS_CURL,$(shell $(IS_NEW_CURL) && $(call host_links,curl/curl.h,-lcurl) && \
@@ -56,7 +56,7 @@ say_what_is_left_out = \
     $(if $(HAS_HIREDIS),,echo "hiredis: not found: --store redis:// is not in this build";) \
     $(if $(HAS_OPENSSL),,echo "OpenSSL: not found: --store rediss:// (TLS) is not in this build";) \
     $(if $(HAS_CURL),,echo "curl: not found, or older than 7.88, or no expat: --store s3:// is not in this build";) \
-    $(if $(HAS_PCRE2),,echo "PCRE2: not found: --prompt takes tokenizers of bytes alone in this build";)
+    $(if $(HAS_PCRE2),,echo "PCRE2: not found: --prompt takes only byte tokenizers in this build";)
 
 # The CUDA toolkit, and NCCL.
 NVCC_ON_PATH = $(call once,NVCC_ON_PATH,$(realpath $(shell command -v nvcc)))
@@ -85,9 +85,9 @@ code_for = $(foreach sm,$(1),-gencode \
     'arch=compute_$(sm),code=[sm_$(sm)$(if $(filter $(sm),$(lastword $(1))),$(comma)compute_$(sm))]')
 GPU_CODE = $(call code_for,$(GPUS))
 NO_GPU = no GPU here: name the ones to build for, e.g. make train_gpt GPU_ARCH=90
-# bf16 came with 80.
+# bf16 needs compute capability 8.0.
 ODD_GPUS = $(call once,ODD_GPUS,$(shell printf '%s\n' $(GPUS) | grep -vxE '([89][0-9]|1[0-9]{2})[af]?'))
-NO_SUCH_GPU = no code for a GPU '$(ODD_GPUS)': give numbers of 80 (A100) and later, e.g. GPU_ARCH="80 90"
+NO_SUCH_GPU = no code for a GPU '$(ODD_GPUS)': give numbers from 80 (A100) on, e.g. GPU_ARCH="80 90"
 
 # One line for what is missing, instead of a compiler's many. $(1): what it is, $(2): a command, $(3): advice
 require = $(2) || { echo "error: $(1) is missing: $(3)" >&2; exit 2; }

@@ -50,7 +50,7 @@ read_options() {
     while [ $# -gt 0 ]; do
         case $1 in
             --offline | --prefix) [ -n "${2:-}" ] || fail "$1 names no folder: write $1 DIR" ;;
-            *) fail "no option $1: there are --offline DIR and --prefix DIR" ;;
+            *) fail "unknown option $1: there are --offline DIR and --prefix DIR" ;;
         esac
         folder=$(cd "$called_from" && realpath --canonicalize-missing -- "$2")
         if [ "$1" = --offline ]; then offline=$folder; else prefix=$folder; fi
@@ -63,7 +63,7 @@ read_options() {
 use_offline_folder() {
     command -v dpkg >/dev/null || fail "--offline is for Debian and Ubuntu: make says what else is missing"
     [ -e "$offline/SHA256SUMS" ] ||
-        fail "$offline is no folder of scripts/fetch_offline_deps.sh: name the one that is"
+        fail "$offline was not made by scripts/fetch_offline_deps.sh: name a folder that was"
     (cd "$offline" && sha256sum --quiet --check SHA256SUMS >/dev/null 2>&1) ||
         fail "$offline is damaged: copy it again"
     [ "$(release)" = "$(cat "$offline/release")" ] ||
@@ -99,7 +99,7 @@ is_installed() {
 install_packages() {
     local missing=() redis=() package
     if ! command -v apt-get >/dev/null || ! command -v dpkg-query >/dev/null; then
-        fail "this is not Debian or Ubuntu: install what these packages hold your system's way, then run\
+        fail "this is not Debian or Ubuntu: install your system's equivalents of these packages, then run\
  again with SKIP_PACKAGES=1: ${packages[*]} redis-server"
     fi
     for package in "${packages[@]}"; do
@@ -121,7 +121,7 @@ install_packages() {
  removed is yours to remove; SKIP_PACKAGES=1 leaves all packages to you)" apt_install "${missing[@]}"
     fi
     if [ ${#redis[@]} -gt 0 ]; then
-        # The package also starts a service. That may fail (no init system, port in use): the program counts.
+        # The package also starts a service. That may fail (no init system, port in use): only the program is needed.
         echo "installing redis-server, without its service on port 6379: the tests start servers of their own"
         apt_install redis-server >/dev/null 2>&1 || true
         command -v redis-server >/dev/null || fail "no redis-server: install it with apt-get to see why"
@@ -145,12 +145,12 @@ find_python() {
     fail "no Python environment: install Python 3.10 or newer with venv, or name it in SETUP_PYTHON"
 }
 
-# False after a new Python of the system's, too, which looks for packages in another folder.
+# Also false after an upgrade of the system's Python, which then looks for packages in another folder.
 has_packages() {
     .venv/bin/python -c 'from importlib.util import find_spec; find_spec("numpy").name' 2>/dev/null
 }
 
-# An environment that works is kept. Without made_from in it somebody else has made it.
+# An environment that works is kept. If it has no made_from, make setup has not created it.
 install_python_packages() {
     local made_from=.venv/requirements.sha256 wanted python
     local pip=(-m pip --disable-pip-version-check) source=() without_pip=()
@@ -170,7 +170,7 @@ install_python_packages() {
         touch $made_from
         run_or_fail "no Python environment: install python3-venv" "$python" -m venv "${without_pip[@]}" .venv
     elif [ ! -e $made_from ]; then
-        echo "make setup has not made this .venv: what it holds stays"
+        echo "make setup did not make this .venv: its packages are kept"
     fi
     echo "installing into .venv: $(grep -o "^[a-z_0-9]*" requirements.txt | uniq | tr '\n' ' ')"
     run_or_fail "pip failed: correct that, or check the network, then run again" \

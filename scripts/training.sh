@@ -36,7 +36,7 @@ numbers() {
 }
 
 command -v "$PROGRAM" >/dev/null || fail "there is no $PROGRAM: run make train_gpt, or set PROGRAM"
-[ -f "$CONFIG" ] || fail "there is no $CONFIG: start this from the folder of the program, with a RUN it knows"
+[ -f "$CONFIG" ] || fail "there is no $CONFIG: start this from the folder of the program, with a known RUN"
 TRAIN_DATA=${TRAIN_DATA:-$(setting train-data)}
 VAL_DATA=${VAL_DATA:-$(setting val-data)}
 TOKENS=${TOKENS:-$(setting total-batch)}
@@ -70,7 +70,7 @@ is_elastic() {
     [ "$transport" = store ]
 }
 
-# warn_of LAUNCHER OPTION...: it starts all workers, and ends all when one dies.
+# warn_of LAUNCHER OPTION...: warns, if the run is elastic, that LAUNCHER ends all workers when one dies.
 warn_of() {
     if is_elastic "${@:2}"; then
         echo "warning: $1 ends all workers when one dies, also with --outer-transport store: start each by" \

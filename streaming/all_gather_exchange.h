@@ -32,7 +32,7 @@ public:
     }
 
 private:
-    // Also computes the sums of products of the received payloads, and a mean that they need for them alone.
+    // Also computes the statistics' sums of products, which with many workers need a mean of their own.
     void enqueue(const Sync& sync, Slot& slot) override {
         const PayloadLayout one = layout(sync);
         comm.all_gather(slot.received, slot.sent, one.bytes, stream, &slot.traffic);

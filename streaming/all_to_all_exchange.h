@@ -8,8 +8,8 @@
 //
 // A process sends and receives 2 (M - 1) / M payloads instead of M - 1, and values are rounded twice. All
 // of it runs on the outer stream without the host, which checks all headers before the mean is used. The
-// sums are those of products of the M parts (statistics.h), which only their owner holds. An owner may have
-// an error feedback of its own.
+// sums are sums of products of the M parts (statistics.h), which only the owner has. Owners, too, may use
+// error feedback, for the rounding of their means.
 #pragma once
 #include <algorithm>
 

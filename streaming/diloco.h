@@ -106,8 +106,8 @@ public:
     void restore(const SavedState& saved, const Fields& fields, Stream& main) override {
         // An elastic worker may be ahead of the others or behind them. In lock-step all are at the same step.
         if (fields.has("log.generation")) {
-            throw UserError(saved.path() + " is of a run with --outer-transport store: resume it with that, "
-                            "or start from its model (-e model_STEP.bin)");
+            throw UserError(saved.path() + " belongs to a run with --outer-transport store: resume it with "
+                            "that, or start from its model (-e model_STEP.bin)");
         }
         tokens_at_send = saved_tokens(fields, shard.fragments.size());
         resumed = saved_syncs(fields, long(shard.fragments.size()), workers);
@@ -198,7 +198,7 @@ private:
         if (taken) { taken->deliver(report, shard.mean, main); }
     }
 
-    // All workers held the same global parameters at the send, or their hashes differ.
+    // Throws if the hashes show that workers held different global parameters at the send.
     void check_agreement(const Headers& headers, const Sync& sync) const {
         std::set<int> diverged;
         for (const std::vector<PayloadHeader>& part : headers.sent) {
@@ -206,10 +206,10 @@ private:
         }
         if (diverged.empty()) { return; }
         const std::string who = workers_in_words({diverged.begin(), diverged.end()});
-        // A wrong momentum shows an exchange later.
+        // A wrong momentum changes global, and thus the hash, only one exchange later.
         const long good = sync.send_step - 2 * shard.options.inner_steps;
-        throw RunError("the global parameters of " + describe(sync) + " differ between workers, suspected: " +
-                       who + ": start the run again from its last checkpoint, or, if it stops here again, " +
+        throw RunError("the global parameters of " + describe(sync) + " differ between workers (suspected: " +
+                       who + "): start the run again from its last checkpoint, or, if it stops here again, " +
                        (good > 0 ? format("from one of step %ld or before", good) : "from its beginning"));
     }
 

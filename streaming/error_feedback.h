@@ -1,7 +1,7 @@
 // Error feedback (Seide et al. 2014): the rounding error of a fragment, its residual, is added when the
 // fragment is rounded the next time. quantize() updates the residuals; this class keeps them from one sync
-// to the next. If this worker's payload is not part of a mean that is applied, its fragment gets back the
-// residuals of before the sync. Memory: 4 bytes per value, and as much for each fragment in flight.
+// to the next. If this worker's payload is not part of a mean that is applied, its fragment gets back its
+// residuals from before the sync. Memory: 4 bytes per value, and as much for each fragment in flight.
 #pragma once
 #include <algorithm>
 #include <numeric>
@@ -46,6 +46,12 @@ public:
         if (values.empty()) { return; }
         before.give_all_back();
         device::set_zero(residuals.data(), count(), stream);
+    }
+
+    // Sets the residuals of a fragment that is not in flight to zero.
+    void clear(int fragment, Stream& stream) {
+        if (values.empty() || values[size_t(fragment)] == 0) { return; }
+        device::set_zero(of(fragment), values[size_t(fragment)], stream);
     }
 
     // Of all fragments.

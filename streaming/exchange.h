@@ -1,10 +1,10 @@
 // Exchange: the mean of one fragment's outer gradients over all workers. Diloco writes a payload, starts the
 // exchange, and returns to it some steps later; training continues in between. Several exchanges may be in
-// flight. There are two kinds. One process of M sends, in payloads of the whole fragment,
+// flight. There are two kinds. Each of M processes sends, counted in payloads of the whole fragment,
 //
 //     all_gather   M - 1          all_gather_exchange.h: every process receives every payload; one rounding
 //     all_to_all   2 (M - 1) / M  all_to_all_exchange.h: every process receives the mean of each part from
-//                                 its owner, who has rounded it once more: other bits than all_gather's
+//                                 its owner, which has rounded it again: the bits differ from all_gather's
 //
 // In both all workers decode the same bytes, so the mean is bitwise the same on all of them. Over a store
 // (elastic_diloco.h) every worker reads all payloads, as with all_gather.
@@ -70,8 +70,8 @@ inline size_t exchange_bytes(ExchangeKind kind, Format format, long n, int worke
     return others * (payload_layout(format, n, workers).bytes + mean);
 }
 
-// The exchange of fragments with these numbers of values. If both kinds send as much, all-gather,
-// since it rounds only once.
+// The kind of exchange for fragments with these numbers of values. If both kinds send equally many bytes:
+// all-gather, since it rounds only once.
 inline ExchangeKind choose_exchange(const WireOptions& wire, const std::vector<long>& values, int workers) {
     if (wire.exchange != ExchangeKind::automatic) { return wire.exchange; }
     size_t gather = 0, all_to_all = 0;
@@ -96,7 +96,7 @@ struct Sync {
     long values;     // n, of this process's shard of the fragment
 };
 
-// A sync with a number that no sync of a run has.
+// A trial exchange before step 1. No sync of a run has its number.
 inline Sync rehearsal(int fragment, long values) {
     return {std::numeric_limits<long>::max(), fragment, 0, values};
 }
@@ -163,7 +163,7 @@ inline void mean_of_payloads(float* out, float* weights, const uint8_t* payloads
     device::dequantize_mean(out, payloads, layout.bytes, workers, layout, weights, on);
 }
 
-// The calls for one sync, in this order: payload, start, wait, mean (if at all), finish.
+// The calls for one sync, in this order: payload, start, wait, mean (only if it is needed), finish.
 class Exchange {
 public:
     virtual ~Exchange() = default;
@@ -256,7 +256,7 @@ inline std::vector<int> diverged_workers(const std::vector<PayloadHeader>& heade
     return diverged;
 }
 
-// Before buffers are freed that the stream may still use. Its errors have been reported by wait().
+// Waits for the stream before buffers that it may still use are freed. wait() has reported its errors.
 inline void let_end(Stream& stream) {
     try {
         stream.synchronize();

@@ -7,13 +7,13 @@
 //     bf16      the upper half of an fp32
 //     fp32
 //
-// Formats of 4 and 8 bits share a scale between the values of a block (quantize.h); the others need none.
-// Each format is a struct of the same members, so that loops and kernels are written once. encode(x) rounds
-// to nearest, ties to even; in E3M0, whose neighbours are never even, away from zero. encode(x, random)
-// rounds stochastically: x is rounded up with probability (x - lower neighbour) / (distance of the
-// neighbours), so that its expectation is x. Both are branchless, so that loops over them vectorise. A
-// number beyond the largest code becomes the largest; 4 and 8 bits keep no NaN (a flag of the payload's
-// header reports it).
+// In the 4-bit and 8-bit formats the values of a block share a scale (quantize.h); the others need none.
+// Each format is a struct with the same members, so that loops and kernels are written once. encode(x)
+// rounds to nearest, ties to even; E3M0 has no mantissa bit that could be even, so its ties go away from
+// zero. encode(x, random) rounds stochastically: up with probability (x - lower neighbour) / (distance
+// between the neighbours), so that the expected result is x. Both are branchless, so that loops over them
+// vectorize. A magnitude beyond the largest code becomes the largest code. The 4-bit and 8-bit formats do
+// not keep NaN: a flag in the payload's header reports it.
 #pragma once
 #include <string>
 #include <vector>
@@ -50,7 +50,7 @@ struct E3M0 : ScaledFormat<4, 7, 0, 7> {
     static constexpr float largest = 1;
     using ScaledFormat::encode;
 
-    // Half of the last place, which is the exponent's, is added before it is cut: ties go away from zero.
+    // Adds half of the exponent's last place and cuts off the mantissa: ties are rounded away from zero.
     HD static uint32_t encode(float x) {
         const int32_t magnitude = int32_t(float_to_bits(x) & 0x7fffffff);
         const uint32_t half = 0x00400000;
@@ -59,7 +59,7 @@ struct E3M0 : ScaledFormat<4, 7, 0, 7> {
         return sign(float_to_bits(x)) | uint32_t(magnitude < half_of_smallest ? 0 : exponent);
     }
 
-    // With the code's exponent where fp32 has its own, this is the value times 2^(7 - 127); 0 stays 0.
+    // In fp32's exponent field, the code's exponent gives the value times 2^(7 - 127); 0 stays 0.
     HD static float decode(uint32_t code) {
         return multiply_rn(bits_to_float((code & 8) << 28 | (code & 7) << 23), 0x1p120f);
     }
@@ -70,9 +70,9 @@ struct E3M0 : ScaledFormat<4, 7, 0, 7> {
 struct E2M1 : ScaledFormat<4, 1, 1, 7> {
     static constexpr float largest = 6;
 
-    // Exponent and mantissa are moved to where fp32 has them. For the codes without exponent, 0 and 0.5, that
-    // gives x = 0.5 and 0.75; their value is 2 x - 1, which for other codes is at least x. A GPU takes one
-    // product, as E3M0 does; on a CPU that would take 20 times as long, since 0.5 would be a subnormal factor.
+    // Exponent and mantissa are moved to their places in fp32. For the codes with exponent 0, which are 0 and
+    // 0.5, that gives x = 0.5 and 0.75, and their value is 2 x - 1; for all others that is at least x. A GPU
+    // needs one product, as in E3M0. On a CPU that is 20 times as slow, since 0.5 becomes a subnormal factor.
     HD static float decode(uint32_t code) {
 #ifdef USE_CUDA
         return multiply_rn(bits_to_float((code & 8) << 28 | (code & 7) << 22), 0x1p126f);
@@ -87,7 +87,7 @@ struct E2M1 : ScaledFormat<4, 1, 1, 7> {
 struct E4M3 : ScaledFormat<8, 7, 3, 0x7e> {
     static constexpr float largest = 448;
 
-    // As E3M0's, with the mantissa after it: a subnormal becomes one of fp32's, and the product is exact.
+    // As in E3M0, but with a mantissa: a subnormal code becomes a subnormal fp32, and the product is exact.
     HD static float decode(uint32_t code) {
         const float value = multiply_rn(bits_to_float((code & 0x7f) << 20), 0x1p120f);
         return bits_to_float((code & 0x80) << 24 | (value > largest ? 0x7fc00000 : float_to_bits(value)));

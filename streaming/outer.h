@@ -4,8 +4,8 @@
 //     global   = global - lr * (mean + mu * momentum)      Nesterov, as torch.optim.SGD(nesterov=True) has it
 //     local    = alpha * local + (1 - alpha) * global      the merge: exact for alpha = 0 and alpha = 1
 //
-// A worker whose own outer gradient is not in the mean follows instead, and keeps its progress for its next
-// one:
+// A worker whose own outer gradient is not in the mean follows global instead, and so keeps its progress for
+// its next outer gradient:
 //
 //     local    = local + (new global - old global)
 //

@@ -34,14 +34,14 @@ struct Outcome {
                // snapshot of this moment applies what is due
         over   // the other workers have reached the end of the run: there is nothing left to do here
     };
-    long step = 0;                       // the next step is the one after it; it may be later than the call's
+    long step = 0;                       // training continues after it; it may be later than the call's step
     std::vector<SyncReport> syncs = {};  // that ended
     std::vector<OuterEvent> events = {};
     bool joined = false;  // another worker's global parameters replaced local, of this rank or another
     Course course = continues;
 };
 
-// What an exchange costs beside its payloads, in seconds since the start. NaN: it was not measured.
+// What exchanges cost besides their payloads, in seconds since the start. NaN: not measured.
 struct OuterCosts {
     double turns = NAN;    // on the trainer's thread, without waits
     double threads = NAN;  // CPU time of other threads
@@ -96,7 +96,7 @@ public:
     // After begin(): a warning about settings of the store that endanger the run, or "".
     virtual std::string warning() const { return ""; }
 
-    // Why it ended the run (Outcome::left) though nobody had asked it to; else "".
+    // Why the loop ended the run (Outcome::left) without a request to stop; else "".
     virtual std::string gave_up() const { return ""; }
 
     virtual OuterCosts costs() const { return {}; }

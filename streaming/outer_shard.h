@@ -37,8 +37,8 @@ struct FragmentValues {
     std::vector<const float*> arrays;  // (count of the piece) each
 };
 
-// The outer gradient of a fragment, by piece. It lies nowhere in memory: load_block() in quantize.h, and
-// load_delta() in quantize.cuh, subtract the values that they are about to encode.
+// The outer gradient of a fragment, by piece. It is never stored: load_block() in quantize.h and load_delta()
+// in quantize.cuh subtract the values just before these are encoded.
 using OuterGradient = std::vector<Source>;
 
 inline OuterGradient operator-(const FragmentValues& global, const FragmentValues& local) {
@@ -120,8 +120,8 @@ public:
         device::copy_to_host_later(sums, encoding.data(), encoding_sums, main);
     }
 
-    // Encodes zeros (and residuals) in place of parameters, so that nothing that a send needs is set up during
-    // a step. The residuals are restored by ErrorFeedback::end().
+    // Encodes zeros (and residuals) in place of parameters, so that everything a send needs is set up before
+    // the first step. ErrorFeedback::end() restores the residuals.
     void rehearse_encode(uint8_t* payload, const PayloadLayout& layout, const Sync& sync, double* sums,
                          Stream& main) {
         device::set_zero(mean.data(), sync.values, main);

@@ -9,8 +9,8 @@
 //     copies   fetch(t + 1)  ..................  write back
 //     main     forward and backward of t + 1  |  delta or outer step
 //
-// main waits for the fetch of a slot, a fetch for main's last use of the slot, a write-back for the outer
-// step. Fetches and write-backs are on one stream, so a fetch comes after all earlier write-backs.
+// main waits until a slot is fetched, a fetch waits for main's last use of the slot, and a write-back waits
+// for the outer step. Fetches and write-backs share a stream, so a fetch follows all earlier write-backs.
 #pragma once
 #include <algorithm>
 #include <optional>
@@ -36,7 +36,7 @@ inline int most_in_a_step(const std::vector<Fragment>& fragments, long H, long o
     return most;
 }
 
-// Values in the buffer by way of which an offloaded state is copied.   all: of the shard
+// Values in the buffer through which snapshots of an offloaded state are copied.   all: of the shard
 inline long relay_values(long all) { return std::min(all, long(16) << 20); }
 
 class OuterState {

@@ -98,7 +98,7 @@ inline void for_each_part(const PayloadLayout& layout, long first, long count, W
     }
 }
 
-// Calls work(at, bytes) for each section's bytes that a shorter part leaves unused.
+// Calls work(offset, bytes) for the unused end of each section of a part that lacks blocks.
 template <class Work>
 inline void for_each_gap(const PayloadLayout& layout, Work work) {
     for (int part = 0; part < layout.parts; part++) {
@@ -117,8 +117,8 @@ HD inline float token_weight(uint64_t tokens, uint64_t sum, int workers) {
     return sum == 0 ? divide_rn(1.0f, float(workers)) : divide_rn(float(tokens), float(sum));
 }
 
-// The summand of value number `index` in the hash. A product between two folds spreads every bit over the
-// word.
+// What value number `index` adds to the hash. A multiplication between two xor-shifts spreads every bit over
+// the word.
 HD inline uint64_t hash_value(uint64_t index, float value) {
     uint64_t x = index * 0x9e3779b97f4a7c15 + float_to_bits(value);
     x = (x ^ x >> 32) * 0xd6e8feb86659fd93;

@@ -23,7 +23,7 @@ inline void validate(const DilocoOptions& options, long steps, int workers) {
     wire_options(options);  // refuses unknown words
     if (options.streams()) { make_outer_step(options); }
     if (workers > 1 && !options.streams()) {
-        throw UserError(format("%d workers without an outer optimizer would never meet: use nesterov or "
+        throw UserError(format("%d workers without an outer optimizer would never sync: use nesterov or "
                                "average, or one worker with more ranks", workers));
     }
     if (steps >= 0 && steps < H) {
@@ -39,7 +39,7 @@ inline std::vector<Fragment> make_fragments(const Layout& layout, const DilocoOp
                           options.inner_steps);
 }
 
-// t_p of each.
+// The offset t_p of each fragment.
 inline std::vector<double> offsets(const std::vector<Fragment>& fragments) {
     std::vector<double> offsets;
     for (const Fragment& fragment : fragments) { offsets.push_back(double(fragment.offset)); }
@@ -82,14 +82,14 @@ inline OuterBytes outer_bytes(const DilocoOptions& options, const Layout& layout
     const double state = 8 * all;
     const bool is_all_to_all = planned_exchange(options, values, workers) == ExchangeKind::all_to_all;
     const double holders = is_all_to_all ? 1 + 1.0 / workers : 1;  // of residuals: sender and owner
-    const double kept = options.is_elastic() ? double(fragments.size()) : flying;  // of before a sync
+    const double kept = options.is_elastic() ? double(fragments.size()) : flying;  // from before a sync
     const double residuals = options.outer_error_feedback ? 4 * holders : 0;  // bytes a value
     const double feedback = residuals * (all + kept * largest);
     const double payloads = (options.is_elastic() ? 1 : flying) * (is_all_to_all ? 3 : workers + 1);
     const bool has_mean = has_mean_row(workers) && !options.is_elastic();
     const double means = is_all_to_all ? (4 * largest + payload) / workers : has_mean ? 4 * largest : 0;
     const double wire = 4 * largest + payloads * payload + means + feedback;
-    // Pinned; of each sync in flight; and of what is being sent, in a request and in a connection's buffer.
+    // Payloads: pinned; of each sync in flight; and of the one being sent, in a request and in a buffer.
     const double copies = workers + double(fragments.size()) + flying * (workers + 1) + 2;
     const double staged = runs_on_gpu && options.transport == "tcp" ? (is_all_to_all ? 2 : workers + 1) : 0;
     const double outside = (options.is_elastic() ? copies : staged) * payload;
@@ -120,9 +120,9 @@ inline std::vector<size_t> sent_in_period(const std::vector<Fragment>& fragments
     return sent;
 }
 
-// The bandwidth, in bytes per step, at which no merge waits, without latency: what is sent in any
-// `length` + 1 consecutive steps is transferred in `length` + overlap steps.
-// overlap: at least 1. Steps that begin with an idle one need no more than those after it.
+// The bandwidth, in bytes per step, at which no merge waits if there is no latency: whatever is sent in
+// `length` + 1 consecutive steps must be transferred within `length` + overlap steps.
+// overlap: at least 1. Windows that begin with an idle step are skipped: they need no more than without it.
 inline double bytes_a_step_without_waits(const std::vector<size_t>& sent, long overlap) {
     const long H = long(sent.size());
     double most = double(std::accumulate(sent.begin(), sent.end(), size_t(0))) / double(H);
@@ -159,8 +159,8 @@ inline std::string plan(const DilocoOptions& options, const std::vector<Fragment
 
 // The plan in Mbit/s, once the duration of a step is known: a line for people.
 // bytes: that a process sends in a sync, by fragment
-// passes: how many times as many bytes cross its link in a sync, one after another: once in lock-step, where
-// it sends and receives at the same time; over a store once up, and once down for each other worker
+// passes: how often these bytes cross its link in a sync, one after another: once in lock-step, where it
+// sends and receives at the same time; over a store once up, and once down for each other worker
 inline std::string rates(const std::vector<Fragment>& fragments, const std::vector<size_t>& bytes, long H,
                          long overlap, double step_seconds, int passes) {
     const std::vector<size_t> sent = sent_in_period(fragments, bytes, H);
@@ -176,8 +176,8 @@ inline std::string rates(const std::vector<Fragment>& fragments, const std::vect
     return line;
 }
 
-// How long a request to stop takes in lock-step: it comes with the loss of the next step, is sent with the
-// next sync after two more steps, and is obeyed when the slowest worker has merged that sync.
+// How long a request to stop takes in lock-step: a worker's ranks learn of it with the loss of the next step,
+// send it with the next sync after two more steps, and all stop when the slowest worker has merged that sync.
 // overlap: tau of that worker   step_seconds: of a step
 inline std::string time_to_stop(const std::vector<Fragment>& fragments, long H, long overlap,
                                 double step_seconds) {

@@ -46,7 +46,7 @@ struct Encoded {
         if constexpr (F::scaled) { scale = __ldg(scales + i / quantization_block); }
     }
 
-    // Above a code's own bits may be those of the next one, which decode() ignores.
+    // A word may hold the next code's bits above those of its own code; decode() ignores them.
     __device__ Pack<float> decoded() const {
         uint32_t words[4] = {};
         memcpy(words, &codes, sizeof(codes));

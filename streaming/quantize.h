@@ -64,8 +64,8 @@ HD inline bool is_sendable(uint32_t absmax, [[maybe_unused]] uint32_t scale) {
 }
 
 // The input of quantize(): values - minus + residual. {global, local} is an outer gradient, {mean} a mean.
-// The residual is the last rounding error, and quantize() replaces it by the new one; null: no error
-// feedback. all: as many values as a call quantizes
+// The residual is the last rounding error, which quantize() replaces with the new one; null: no error
+// feedback. Each array has as many values as the call quantizes.
 struct Source {
     const float* values;
     const float* minus = nullptr;
@@ -78,7 +78,7 @@ struct Source {
     }
 };
 
-// What deltas are divided by.   scale: of their block, in bf16, as bits; if it is 0, they are all zeros
+// The divisor of a block's deltas.   scale: the block's, as bf16 bits; if it is 0, all deltas are 0
 HD inline float divisor_of(uint32_t scale) { return scale == 0 ? 1.0f : bits_to_float(scale << 16); }
 
 // The rounding error of a delta: delta - decoded.   scale: of its block, in bf16, as bits

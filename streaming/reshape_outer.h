@@ -7,7 +7,7 @@
 //                        still owns the same part of each fragment
 //     token counts       since a fragment was last sent are kept if the fragments hold the same values
 //
-// The old run is known by the options that its states contain.
+// The options in its state files tell what the old run was.
 #pragma once
 #include <algorithm>
 #include <string>
@@ -91,8 +91,8 @@ inline std::vector<SavedSync> saved_syncs(const SavedState& state, const OuterSh
 // -----------------------------------------------------------------------------------------------------------
 // Values
 
-// The values of a whole shard, fragment by fragment (to_shard: in the shard's order), moved into the other
-// order.
+// The values of a whole shard, moved from the shard's order to that of the fragments or, with to_shard, from
+// the fragments' order to that of the shard.
 inline std::vector<float> reordered(const std::vector<float>& values, const OuterShape& shape, int rank,
                                     bool to_shard) {
     std::vector<float> out(values.size());

@@ -26,9 +26,9 @@ inline FragmentPattern parse_fragment_pattern(const std::string& name) {
     return FragmentPattern(place_of(name, {"strided", "sequential", "balanced"}, "fragment pattern"));
 }
 
-// Blocks in `count` fragments of about equal size: the largest block first, each to the fragment that is
-// smallest so far (Graham 1969: the largest fragment is at most 4/3 of the optimum). Blocks of equal size
-// keep their order, so that every worker finds the same fragments.
+// Distributes the blocks over `count` fragments of about equal size: the largest block first, each to the
+// fragment that is smallest so far (Graham 1969: the largest fragment is at most 4/3 of the optimum). Blocks
+// of equal size keep their order, so that every worker computes the same fragments.
 inline std::vector<Fragment> balanced_fragments(const std::vector<long>& sizes, int count) {
     std::vector<int> order(sizes.size());
     std::iota(order.begin(), order.end(), 0);
@@ -96,7 +96,7 @@ inline bool is_sent(const Fragment& fragment, long step, long H) {
     return step >= first_send(fragment, H) && (step - fragment.offset) % H == 0;
 }
 
-// Due at `step` is what was sent `overlap` (tau) steps before.
+// A fragment is due `overlap` (tau) steps after it was sent.
 inline bool is_due(const Fragment& fragment, long step, long H, long overlap) {
     return is_sent(fragment, step - overlap, H);
 }
@@ -105,8 +105,8 @@ inline bool is_used(const Fragment& fragment, long step, long H, long overlap) {
     return is_sent(fragment, step, H) || is_due(fragment, step, H, overlap);
 }
 
-// The number of the exchange of fragment p that is sent at `step`: exchanges are counted from 0 in the
-// order of (send step, fragment), alike on every worker, whatever its overlap.
+// The number of fragment p's exchange that is sent at `step`. Exchanges are numbered from 0 in the order of
+// (send step, fragment), so the numbers are the same on all workers, whatever their overlaps.
 inline long sync_number(const std::vector<Fragment>& fragments, int p, long step, long H) {
     long number = 0;
     for (int q = 0; q < int(fragments.size()); q++) {

@@ -119,7 +119,7 @@ inline std::vector<SavedSync> saved_syncs(const Fields& fields, long fragments, 
 
 inline std::vector<uint64_t> saved_tokens(const Fields& fields, size_t fragments) {
     if (fields.integer("fragments") != long(fragments)) {
-        throw UserError(format("the checkpoint has %ld fragments, and this run has %zu: resume with the "
+        throw UserError(format("the checkpoint has %ld fragments, but this run has %zu: resume with the "
                                "options that the run had", fields.integer("fragments"), fragments));
     }
     std::vector<uint64_t> tokens;

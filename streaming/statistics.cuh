@@ -19,9 +19,9 @@ __device__ inline double dot_four(const Pack<float>& a, const Pack<float>& b, do
     return sum;
 }
 
-// Block (c, s) computes chunk c of sum s: of the groups of as many packs as it has threads, every chunks-th.
+// Block (c, s) computes chunk c of sum s: groups c, c + chunks, ... of packs, with one pack for each thread.
 // partial: (sums, chunks)   mean: (layout.values), or null
-// Bound by memory or (not fp32) by instructions: bits / 8 bytes a value and row (a square: 1), 4 of the mean.
+// Bound by memory or (except fp32) instructions: bits / 8 bytes a value and row (squares: one row), mean 4.
 template <class F>
 __global__ void __launch_bounds__(statistics_threads)
     row_sums_kernel(double* partial, const uint8_t* payloads, size_t stride, int workers,
@@ -50,8 +50,8 @@ __global__ void __launch_bounds__(statistics_threads)
     if (threadIdx.x == 0) { partial[blockIdx.y * gridDim.x + blockIdx.x] = sum; }
 }
 
-// Block c: chunk c of both sums, as above.   partial: (encoding_sums, chunks)   first: of the range's `count`
-// values in the fragment
+// Block c computes chunk c of both sums, as above.   partial: (encoding_sums, chunks)
+// first: where the range of `count` values begins in the fragment
 // Bound by memory: 8 bytes a value, or 4 with error feedback, and bits / 8 (fp4: 0.5).
 template <class F>
 __global__ void __launch_bounds__(statistics_threads)
@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(statistics_threads)
     }
 }
 
-// Block s: sum s of its chunks, one a thread.   out: (sums)   partial: (sums, chunks)
+// Block s adds up the chunks of sum s, one per thread.   out: (sums)   partial: (sums, chunks)
 static_assert(most_chunks <= statistics_threads, "one chunk a thread");
 __global__ void __launch_bounds__(statistics_threads)
     add_chunks_kernel(double* out, const double* partial, int chunks, bool add) {

@@ -34,7 +34,7 @@ struct SyncReport {
     // Workers whose delta of this shard was not finite, or else owners of a mean that was not. If there are
     // any, no worker applies the sync.
     std::vector<int> not_finite;
-    OuterStatistics statistics = {};  // of this process's shard; nothing, where nothing was applied
+    OuterStatistics statistics = {};  // of this process's shard; empty: not applied
     std::shared_ptr<HostBuffer<float>> mean_square = nullptr;  // nothing was applied
     bool stops = false;  // some worker has asked all to stop when it sent this
     std::optional<LogReport> log = std::nullopt;  // of the sync log; in lock-step all workers take part

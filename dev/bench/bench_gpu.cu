@@ -507,8 +507,8 @@ inline void print_layers(Bench& x, int rounds) {
 
 // ---- streaming
 
-// The arrays of one exchange of a fragment of n values, by up to one worker more than have their pairs
-// compared; those have the most sums.
+// The arrays of one exchange of a fragment of n values by up to most_pairwise + 1 workers. The most sums are
+// those of most_pairwise workers (statistics.h).
 struct FragmentArrays {
     static constexpr int most_workers = most_pairwise + 1;
     Buffer<float> global, momentum, local, mean, residual;
@@ -594,9 +594,9 @@ inline void add_sum_rows(std::vector<StreamingKernel>& kernels, const NamedForma
                        }});
 }
 
-// What each format has, and what the default one has besides.
+// The kernels of a format: of the default format in all variants, of the others in the main ones.
 inline void add_format(std::vector<StreamingKernel>& kernels, const NamedFormat& f, long n, Stream& stream) {
-    const bool is_default = f.format == Format::fp4;
+    const bool is_default = f.format == parse_format(DilocoOptions().outer_format);
     Rounding stochastic;
     stochastic.stochastic = true;
     add_quantize(kernels, f, "", Rounding(), false, 8, n, stream);

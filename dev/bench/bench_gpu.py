@@ -237,7 +237,11 @@ def train(args, size, folder, runs, steps):
         started.append((output, errors, process))
     try:
         for output, errors, process in started:
-            if process.wait(timeout=600) != 0:
+            try:
+                status = process.wait(timeout=600)
+            except subprocess.TimeoutExpired:
+                raise Failed("a trainer did not end within ten minutes") from None
+            if status != 0:
                 errors.seek(0)
                 raise Failed(last_line(errors.read()))
         return [log for output, _, _ in started for log in sorted(output.glob("metrics*.jsonl"))]
@@ -275,7 +279,7 @@ def noise(without):
 
 
 def print_costs(table, results):
-    """results: of each way of exchanging, the first of them never, its runs"""
+    """results: {a way of exchanging: its runs}; the first way is never to exchange"""
     without = [run.step for run in next(iter(results.values()))]
     table.print(f"  {'exchange':20} {'ms a step':>10}  {'cost, median (range)':28} {'waited':>8} "
                 f"{'wire':>12}")

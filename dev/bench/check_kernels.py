@@ -61,7 +61,7 @@ def narrow_stores(kernels):
 
 
 def contractions(kernels, without):
-    """Kernels of the wire in which nvcc has fused what `without`, compiled with -fmad=false, has apart."""
+    """Kernels of the wire in which nvcc has fused operations that `without`, compiled with -fmad=false, does not."""
     return [f"{name} has fused a multiplication and an addition" for name, lines in kernels.items()
             if re.match(WIRE, name) and count(lines, r"fma\.rn\.f32") != count(without[name], r"fma\.rn\.f32")]
 

@@ -91,10 +91,11 @@ def bench(programs, size, out, *parts):
 
 
 def predictions(name):
-    """Of the GPU that nvidia-smi names, or of none that is known."""
-    gpu = next((key for key in ("h200", "h100") if key in name.lower()), None)
-    if "a100" in name.lower():
-        gpu = "a100" if "80" in name else "a100-40"
+    """name: nvidia-smi's "GPU, driver, memory". The predictions for that GPU, or only a check if it is not known."""
+    name = name.split(",")[0].lower()
+    gpu = next((key for key in ("h200", "h100") if key in name), None)
+    if "a100" in name:
+        gpu = "a100" if "80gb" in name else "a100-40"
     predict = [sys.executable, ROOT / "dev/tools/predict.py"]
     return [[*predict, "--gpu", gpu, "--model", "d12", "-b", 64]] if gpu else [[*predict, "--check"]]
 

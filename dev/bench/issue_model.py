@@ -81,7 +81,7 @@ def expanded(text, opcode, place):
 # ---- from SASS to the instructions of one turn of a loop
 
 def listing(lines):
-    """[(address, opcode, operands)], and the names of labels where they are."""
+    """[(opcode, operands)], with the names of labels in between."""
     found = []
     for line in lines:
         if label := re.match(r"\s*(\.L_x_\d+):", line):
@@ -133,7 +133,7 @@ def tensor_loop(lines):
 # ---- the scheduler
 
 def busy_clocks(instructions, architecture):
-    """{pipe: clocks of a warp's turn}, and those in which it issues."""
+    """{pipe: clocks for which a warp's turn occupies it}, and under "issue" the clocks in which it issues."""
     busy = {"issue": float(len(instructions))}
     for one in instructions:
         busy[one.pipe] = busy.get(one.pipe, 0) + one.clocks(architecture)

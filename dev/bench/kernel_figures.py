@@ -30,7 +30,7 @@ from registers import ROOT, TEMPLATES, default_nvcc, kernel_files, parse, report
 
 ARCHITECTURES = ("sm_80", "sm_90")
 FILE = ROOT / "dev/simulation/kernel_figures.json"
-# Values that a thread has done after a turn of each of the kernel's loops, or after the whole kernel without one.
+# Values that a thread handles in one turn of each of the kernel's loops, or in a whole kernel that has no loop.
 VALUES = {"adamw_update_kernel": 4, "encoder_backward_chunk_kernel": 4,
           "encoder_backward_position_kernel": 4, "encoder_forward_kernel": 8, "fused_classifier_kernel<true>": 8,
           "layernorm_forward_kernel<true>": 8, "gelu_forward_kernel": 8, "global_norm_partial_kernel<float>": 4,

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What distant workers cost in validation loss: data-parallel training, classic DiLoCo, and streaming in fp32 and in
-four bits, with AdamW and with Muon, H = 30 and 100, tau = 1 and 5, two and four workers, on equally many tokens. With
-three seeds: what the README shows. The others differ from one of these in one thing, and have one seed.
+four bits, with AdamW and with Muon, H = 30 and 100, tau = 1 and 5, two and four workers, on equally many tokens. What
+the README shows has three seeds. The other runs differ from one of these in one thing, and have one seed.
 
     dev/bench/quality.py                     makes the runs that are missing, and prints the tables
     dev/bench/quality.py --minutes 30        starts no run that may end later; the same command continues

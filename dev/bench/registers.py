@@ -19,7 +19,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 WITHOUT_SPILLS = "sm_90"  # the attention kernels
 
-# Kernels come with what launches them. Launchers that are templates have to be asked for.
+# A kernel is compiled with its launcher. Launchers that are templates must be instantiated.
 TEMPLATES = """
 void templates(cuda::Stream& stream) {
     cuda::cast<floatX, float>(nullptr, nullptr, 8, stream);
@@ -125,7 +125,7 @@ def main():
     parser.add_argument("-o", "--output", type=pathlib.Path, default=ROOT / "dev/results/registers.md")
     arguments = parser.parse_args()
     if not shutil.which(arguments.nvcc):
-        sys.exit(f"error: {arguments.nvcc} is not there: --nvcc says where the CUDA toolkit's compiler is")
+        sys.exit(f"error: {arguments.nvcc} is missing: set --nvcc to the CUDA toolkit's compiler")
 
     reports = {}
     with tempfile.TemporaryDirectory(prefix="registers-") as folder:

@@ -35,7 +35,7 @@ bool may_touch(const void* p, size_t bytes, Memory kind) {
     return kind == Memory::pageable || DeviceMemory::instance().holds(p, bytes);
 }
 
-// Which side of a copy is device memory follows from `kind`, and must be true.
+// `kind` says which side of a copy is device memory, and must be right.
 bool is_valid(const Copy& copy, cudaMemcpyKind kind, Memory to, Memory from) {
     const bool wants_to = kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToDevice;
     const bool wants_from = kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice;

@@ -1,12 +1,12 @@
 // cuBLASLt on a CPU: D = epilogue(alpha op(A) op(B) + beta C) of column-major matrices, bf16 or float, sums
 // in float in ascending order of k. The functions, attributes and types that this program uses, no others.
 //
-// It is as strict as the library's documentation, or stricter where a comment says so, and chooses, of what a
-// caller allows, the worst: an algorithm that needs all the alignment it was promised, overwrites its
+// It is as strict as the library's documentation, or stricter where a comment says so, and makes the worst
+// choice that a caller allows: an algorithm that needs all the alignment it was promised, overwrites its
 // workspace, works for that one problem only and, if allowed to, rounds partial sums to D's type. With
-// CUBLASLT_LOG_LEVEL=1 in the environment a refusal's reason goes to stderr. As long as there is a
-// communicator of a set number of CTAs, it refuses products that are not cut for the SMs which its
-// collectives leave: on Hopper these would take twice as long, in two waves.
+// CUBLASLT_LOG_LEVEL=1 in the environment it prints the reason of a refusal to stderr. As long as there is a
+// communicator with a set number of CTAs, it refuses products that are not limited to the SMs which the
+// collectives leave free: on Hopper such products would take twice as long, in two waves.
 #include <cublasLt.h>
 #include <cuda_bf16.h>
 #include <cuda_runtime_api.h>
@@ -265,7 +265,7 @@ std::vector<Part> parts_of(const Problem& p, const Pointers& pointers, const Alg
     return parts;
 }
 
-// Whether all of it is there, aligned, and in nobody's way but C in D's, which is the same matrix then.
+// Whether all parts are there and aligned, and no written part overlaps another; only C may be D itself.
 cublasStatus_t check_parts(const Problem& p, const std::vector<Part>& parts) {
     for (const Part& part : parts) {
         const std::string name = part.name;
@@ -327,8 +327,8 @@ float gelu_slope_of(float x) {
     return float(0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * inner);
 }
 
-// Columns of op(A) (or rows of op(B)), as many as one vector has lanes, side by side and with zeros behind
-// the last: panel[p][l][i] is element (p * lanes + i, l).
+// Panels of `width` rows of op(A), or columns of op(B), interleaved, with zeros after the last:
+// panel[p][l][i] is element (p * width + i, l) of op(A), or (l, p * width + i) of op(B).
 constexpr int lanes = 8;
 typedef float Lanes __attribute__((vector_size(lanes * sizeof(float))));
 

@@ -27,7 +27,7 @@ public:
     operator T*() { return data; }
     std::vector<T> to_host() const {
         std::vector<T> values(count);
-        cudaCheck(cudaDeviceSynchronize());  // nor this copy for them
+        cudaCheck(cudaDeviceSynchronize());  // this copy does not wait for other streams
         cudaCheck(cudaMemcpy(values.data(), data, count * sizeof(T), cudaMemcpyDeviceToHost));
         return values;
     }
@@ -37,8 +37,8 @@ private:
     size_t count;
 };
 
-// Runs `test` under as many orders as given, from EMULATOR_SEED on (else 1); under the ascending order alone
-// if that is 0, for a debugger; and on a GPU, which has its own, once.
+// Runs `test` under `orders` orders, with seeds from EMULATOR_SEED on (default 1). With seed 0, for
+// debuggers, only under the ascending order; on a GPU, which has its own order, once.
 inline void for_each_order([[maybe_unused]] int orders, const std::function<void()>& test) {
 #ifdef __CUDACC__
     test();

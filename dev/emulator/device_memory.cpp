@@ -167,7 +167,13 @@ std::string DeviceMemory::explain(const void* p) const {
     if (!before || p >= before->end() + page) { return "the memory has been freed"; }
     const std::string allocation = "an allocation of " + std::to_string(before->bytes) + " bytes";
     const long past_end = static_cast<const char*>(p) - (before->p + before->bytes);
-    if (past_end >= 0) { return std::to_string(past_end) + " bytes past the end of " + allocation; }
+    if (past_end >= 0) {
+        const auto next = allocations.upper_bound(static_cast<const char*>(p));
+        const long ahead = next == allocations.end() ? long(page) : next->first - static_cast<const char*>(p);
+        const std::string before_next =
+            ahead < long(page) ? ", or " + std::to_string(ahead) + " bytes before the next one" : "";
+        return std::to_string(past_end) + " bytes past the end of " + allocation + before_next;
+    }
     return "device memory, which the host must not touch: " + allocation;
 }
 

@@ -1,12 +1,12 @@
 // The emulated device's global memory and pinned memory of the host, between allocation and release.
 //
 // Both are 0xFF when new (NaN), no address is used twice, and each allocation ends at a page that must not be
-// touched: an access beyond it, before its first page or in freed memory faults. The few bytes up to its
-// first page and, since starts are aligned to 256 bytes, after its end are 0xFF and checked after each
+// touched: an access beyond it, before its first page or in freed memory faults. The bytes before it in its
+// first page and the few after its end (starts are aligned to 256 bytes) are 0xFF and checked after each
 // launch; address sanitizer forbids them.
 //
-// Where streams are asynchronous, device memory is closed to the host: from the moment when the host has
-// waited for a stream, or made an allocation, until a stream works again, it faults (mprotect).
+// If streams are asynchronous, device memory is closed to the host: from when the host has waited for a
+// stream, or made an allocation, until a stream works again, every access faults (mprotect).
 #pragma once
 #include <cstddef>
 #include <map>
@@ -44,9 +44,9 @@ public:
     // The host has waited: closes device memory unless a stream works.
     void close();
 
-    // Which allocation was written beside, and where; empty if none was.
+    // Which allocation was overrun, and on which side; empty if none was.
     std::string damage();
-    // What an address that faulted is. Without the lock: from a signal handler.
+    // What lies at an address that faulted. Takes no lock: a signal handler calls it.
     std::string explain(const void* p) const;
 
 private:

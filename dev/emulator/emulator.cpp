@@ -41,7 +41,7 @@ void print_position() {
 
 struct sigaction previous_action[NSIG];
 
-// A fault in a kernel ends the launch like any other mistake; elsewhere it is what it was before.
+// A fault in a kernel ends the launch like any other mistake; elsewhere the previous handler gets it.
 void on_fault(int number, siginfo_t* info, void*) {
     Machine& machine = Machine::of_this_thread();
     const void* at = info->si_addr;

@@ -1,5 +1,5 @@
-// CUDA's device language on a CPU, for an ordinary C++ compiler: llmc/cuda/device.cuh includes this where
-// nvcc is not at work. Threads of a block run as fibers and meet in barriers and warp operations; a thread
+// CUDA's device language on a CPU, for an ordinary C++ compiler: llmc/cuda/device.cuh includes this if the
+// compiler is not nvcc. Threads of a block run as fibers and meet in barriers and warp operations; a thread
 // that waits in vain, or misuses one of them, ends the launch with an emulator::Error that names kernel,
 // block, thread and line. README.md beside this file says what is found that way and what is not.
 #pragma once
@@ -41,7 +41,7 @@ struct Settings {
     size_t shared_bytes_per_block = 99 * 1024;  // sm_86, sm_89: 99 KiB; sm_80: 163; sm_90, sm_100: 227
     // Streams are threads, else their work is done at once.  EMULATOR_ASYNCHRONOUS=1
     bool asynchronous = false;
-    bool protect = true;  // then device memory is closed to the host: device_memory.h.  EMULATOR_PROTECT=0
+    bool protect = true;  // if asynchronous, device memory is closed to the host.  EMULATOR_PROTECT=0
     bool no_default_stream = false;  // a call on the null stream is a mistake.  EMULATOR_NO_DEFAULT_STREAM=1
 };
 Settings& settings();
@@ -54,9 +54,9 @@ struct Launch {
     Site site;
 };
 
-// Runs all blocks of a grid, one after another: on the calling thread, now, or where streams are asynchronous
-// on the stream's. `body` is one thread's work. Throws Error if no device takes the launch and, where the
-// kernel runs now, if it makes a mistake. What was written before a mistake was found stays written.
+// Runs all blocks of a grid, one after another: on the calling thread, at once, or with asynchronous streams
+// on the stream's thread. `body` is one thread's work. Throws Error if no device would accept the launch, and
+// if a kernel that runs at once makes a mistake. What was written before the mistake was found stays written.
 void launch(const Launch& launch, const std::function<void()>& body);
 
 // Ends the launch with an Error about the running thread.
@@ -71,7 +71,7 @@ void* shared_variable(const void* key, const char* name, size_t bytes, Site site
 void* dynamic_shared();
 bool is_shared(const void* p, size_t bytes);
 
-// Returns when all threads of the block are here: how many of their predicates are true.
+// Waits for all threads of the block, and returns how many of their predicates are true.
 int block_barrier(const char* name, bool predicate, Site site);
 
 // The operands of a warp operation by lane; null for lanes that are not in the mask.

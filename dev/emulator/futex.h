@@ -32,7 +32,7 @@ public:
         if (__atomic_exchange_n(&state, 0, __ATOMIC_RELEASE) == wanted) { wake(&state, 1); }
     }
 
-    // Gives up the lock until a notification, or until so many seconds have passed, or for no reason.
+    // Releases the lock until a notification, or for so many seconds; it may also wake up spuriously.
     void wait(double seconds = 1) {
         const int seen = version;
         unlock();

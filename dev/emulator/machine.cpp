@@ -51,8 +51,6 @@ std::string name_of(const void* kernel) {
     return name ? name.get() : info.dli_sname;
 }
 
-// SplitMix64 (Steele, Lea, Flood 2014).
-
 // ---- switching
 
 // A context is only known after the jump away from it: the side that arrives stores it.
@@ -73,7 +71,7 @@ void Machine::switch_to(int thread) {
     jump(threads[thread].context);
 }
 
-// Not to come back: the block is done, or its launch has failed and its threads are abandoned. Kernels own
+// Does not return: the block is done, or its launch has failed and its threads are abandoned. Kernels own
 // nothing that would have to be destroyed.
 void Machine::switch_to_host() {
     leaving = running;
@@ -116,7 +114,7 @@ int Machine::take_runnable() {
     abort();  // runnable_count promised one
 }
 
-// The running thread waits: others go on.
+// The running thread waits, and another one continues.
 void Machine::yield() {
     if (runnable_count == 0) { fail(deadlock(), self().site); }
     const int next = take_runnable();
@@ -162,7 +160,7 @@ std::string Machine::deadlock() const {
     return text;
 }
 
-// Only the running thread can have done it, since it last waited.
+// Only the running thread can have done the damage, since it last waited.
 void Machine::check_shared_memory(Site site) {
     const std::string damage = shared.damage();
     if (damage.empty()) { return; }
@@ -207,7 +205,7 @@ static bool agree(const Thread& a, const Thread& b) {
     return a.mask == b.mask && a.waits_in == b.waits_in && same(a.site, b.site);
 }
 
-// Whether all lanes of the mask wait in the running thread's operation. Fails if one waits for it elsewhere.
+// Whether all lanes of the mask wait in the running thread's operation. Fails if one waits for us elsewhere.
 bool Machine::warp_is_complete(int first, unsigned mask) {
     const Thread& own = self();
     const unsigned here = waiting[first / 32] & mask, others = here & ~(1u << lane());
@@ -340,7 +338,7 @@ void Machine::finish_block() {
     enter_stack(host_state, &from, &bytes);
     if (!failed) { return; }
     for (size_t i = 0; thread_sanitizer && i < threads.size(); i++) {
-        switch_fiber(threads[i].fiber);  // the abandoned threads, too, end before the host goes on
+        switch_fiber(threads[i].fiber);  // the abandoned threads, too, end before the host continues
         release(&end_tag);
         switch_fiber(host_fiber);
     }

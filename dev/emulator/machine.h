@@ -28,7 +28,7 @@ std::string text_of(const uint3& v);
 std::string text_of(Site site);
 std::string name_of(const void* kernel);
 
-struct Random {
+struct Random {  // SplitMix64 (Steele, Lea, Flood 2014)
     uint64_t state = 0;
     uint64_t next() {
         uint64_t z = state += 0x9E3779B97F4A7C15u;
@@ -121,7 +121,7 @@ private:
     std::vector<void*> fibers;
 };
 
-// Runs blocks, one after another: one for each thread of the host that launches.
+// Runs blocks, one after another. Each thread of the host that launches kernels has its own machine.
 class Machine {
 public:
     static Machine& of_this_thread() {

@@ -26,7 +26,7 @@ struct ncclComm {
     std::atomic<int> tasks{0};        // of a non-blocking communicator: calls whose work is not done
     std::atomic<uint64_t> operations{0};
     uint64_t calls = 0;
-    // Non-blocking: the program has not yet asked, or been told, that its last call is done; and its streams.
+    // Non-blocking: the program has not yet seen that its last call is done; and the streams of that call.
     std::atomic<bool> end_not_seen{false};
     std::vector<emulator::StreamRef> in_progress;
     // Operations of one communicator come one after another, whatever their streams.
@@ -52,8 +52,8 @@ bool gives_up(const ncclComm& comm);
 // Whether a rank gets past a fault that is injected where communicators are made.
 bool joins(ncclComm& comm);
 
-// Calls `work`: for a blocking communicator now; for any other after a while, on a thread of its own. Then the
-// result may be ncclSuccess already: only ncclCommGetAsyncError tells.
+// Calls `work`: for a blocking communicator now; for any other after a while, on a thread of its own. Then
+// even ncclSuccess does not mean that it is done: only ncclCommGetAsyncError tells.
 ncclResult_t start(const CommRef& comm, std::function<void()> work);
 // The program knows now that the call is done: its further work on the streams comes after the call.
 void forget_progress(ncclComm& comm);

@@ -20,7 +20,7 @@ struct Operation {
     size_t bytes() const { return call.count * bytes_of(call.type); }
 };
 
-// The bytes from the operation's `from` and `to` on, for `size` ranks.
+// The sizes in bytes of the operation's `from` and `to`, for `size` ranks.
 size_t source_bytes(const Operation& operation, int size);
 size_t target_bytes(const Operation& operation, int size);
 

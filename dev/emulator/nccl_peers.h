@@ -1,5 +1,5 @@
 // The connections of one rank of a communicator with all others: Unix sockets, in the abstract namespace, so
-// that no file remains. What travels is announced by a header that says what the sender believes is called.
+// that no file remains. Each message begins with a header that names the call which the sender is making.
 #pragma once
 #include <nccl.h>
 
@@ -51,7 +51,7 @@ public:
     Outcome exchange(const std::vector<Message>& out, const std::vector<Message>& in, const Stops& stops,
                      std::string* error);
 
-    // The others notice.
+    // Closes all connections, which the other ranks notice.
     void close();
 
 private:

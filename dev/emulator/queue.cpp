@@ -49,14 +49,16 @@ Streams& streams() {
     return all;
 }
 
-// Calls in which the host waited for a stream, and those that launched a kernel, a product, a copy or a fill.
-// With EMULATOR_COUNT_WAITS they are told at the program's end.
+// Calls in which the host waited for a stream, those that launched a kernel, a product, a copy or a fill, and
+// the most items that one stream's queue ever held. EMULATOR_COUNT_WAITS prints them at the program's end.
 struct Calls {
     std::atomic<long> waits{0}, launches{0};
+    size_t queued = 0;  // with the lock held
     ~Calls() {
         if (getenv("EMULATOR_COUNT_WAITS")) {
-            fprintf(stderr, "emulator: the host waited in %ld calls\nemulator: the host launched %ld times\n",
-                    waits.load(), launches.load());
+            fprintf(stderr, "emulator: the host waited in %ld calls\nemulator: the host launched %ld times\n"
+                    "emulator: a stream's queue held up to %zu items\n",
+                    waits.load(), launches.load(), queued);
         }
     }
 } calls;
@@ -200,7 +202,7 @@ void start_thread(const StreamRef& stream) {
     std::thread(run, stream).detach();
 }
 
-// The default stream waits for those that wait for it.
+// The default stream and the streams that wait for it wait for each other.
 void add_default_order(const StreamRef& stream, std::vector<PointRef>* after) {
     const Streams& all = streams();
     const auto found = all.default_streams.find(stream->device);
@@ -233,6 +235,7 @@ PointRef put(const StreamRef& stream, const char* call, std::function<void()> wo
         if (settings().asynchronous) {
             release(&point->enqueued);
             stream->items.push_back({std::move(work), std::move(after), point});
+            calls.queued = std::max(calls.queued, stream->items.size());
             if (!stream->has_thread) { start_thread(stream); }
             streams().monitor.notify();
             return point;

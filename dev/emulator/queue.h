@@ -18,8 +18,8 @@
 
 namespace emulator {
 
-// When a piece of work is done. Thread sanitizer knows by the addresses of two bytes what CUDA promises of
-// it: it begins after the call that enqueued it, and a thread that waits for it continues after its end.
+// When a piece of work is done. The addresses of two bytes tell thread sanitizer what CUDA promises: the work
+// begins after the call that enqueued it, and a thread that waits for it continues after its end.
 struct Point {
     bool done = false;
     double seconds = 0;  // when
@@ -36,7 +36,7 @@ struct Item {
 struct Stream {
     int number;  // for messages, and for the adversary
     int device;
-    bool waits_for_default_stream;  // and that for it, as CUDA's blocking streams
+    bool waits_for_default_stream;  // and vice versa, like CUDA's blocking streams
     std::deque<Item> items;
     PointRef last;  // of the item enqueued last
     uint64_t items_taken = 0;
@@ -54,7 +54,7 @@ int& current_device();
 StreamRef find_stream(cudaStream_t handle, const char* call);
 StreamRef default_stream();  // of the current device
 cudaStream_t open_stream(bool waits_for_default_stream);
-// Its work goes on.
+// The work that is enqueued on it is still done.
 bool close_stream(cudaStream_t handle);
 void close_all_streams();
 
@@ -69,14 +69,14 @@ PointRef last_point(const StreamRef& stream);  // null: nothing was ever enqueue
 void wait_for(const PointRef& point);          // the host waits
 bool is_done(const PointRef& point);
 void wait_for_all_streams();  // of the current device
-void drain_all_streams();     // the same, and thread sanitizer hears of no order
+void drain_all_streams();     // the same, without an order for thread sanitizer
 
 void begin_nccl_call(const StreamRef& stream);
 void end_nccl_call(const StreamRef& stream);
 
 // Within an item: the adversary may hold it here.
 void hold_item();
-// Within an item, while one lives: the stream waits for another process, not the others for it.
+// Within an item, while one lives: the stream waits for another process, and no stream waits for this one.
 class WaitsForOthers {
 public:
     WaitsForOthers();

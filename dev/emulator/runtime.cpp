@@ -18,8 +18,8 @@ cudaError_t& last_error() {
     return error;
 }
 
-// EMULATOR_DEVICES: processes that share a machine each take one. Devices have their own
-// streams, and one memory.
+// EMULATOR_DEVICES: how many there are, so that each process of a machine can take one. Devices have streams
+// of their own, but share one memory.
 int device_count() {
     const char* count = getenv("EMULATOR_DEVICES");
     return count ? atoi(count) : 1;
@@ -27,8 +27,8 @@ int device_count() {
 
 bool is_device(int device) { return device >= 0 && device < device_count(); }
 
-// Waits for the device, as the real functions do in practice. No documentation promises it: thread sanitizer
-// hears of no order.
+// Waits for the device, as the real functions do in practice. No documentation promises that, so thread
+// sanitizer is told of no order.
 cudaError_t release(void* p, Memory kind) {
     if (p) { drain_all_streams(); }
     return argument_result(!p || DeviceMemory::instance().release(p, kind));

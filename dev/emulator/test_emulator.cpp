@@ -300,6 +300,8 @@ TEST(Emulator, ReportsAWriteFarPastAnAllocationAndIntoFreedMemory) {
     EXPECT_TRUE(contains(report_of(write_at, Grid{2, 32}, out, 1026),
                          {"invalid access: 8 bytes past the end of an allocation of 4096 bytes",
                           in("write_at(float*, long)", "(1,0,0)", "(17,0,0)")}));
+    EXPECT_TRUE(contains(report_of(write_at, Grid{2, 32}, DeviceArray<float>(1024), -256),
+                         {"past the end of an allocation of 4096 bytes, or 1024 bytes before the next one"}));
     float* freed = DeviceArray<float>(1024);
     EXPECT_TRUE(
         contains(report_of(write_at, Grid{2, 32}, freed, 0), {"invalid access: the memory has been freed"}));

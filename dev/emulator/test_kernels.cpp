@@ -195,7 +195,7 @@ TEST(Kernels, WarpScanIsExact) {
     });
 }
 
-// Each warp counts its even values, and adds the ranks of its lanes among them.
+// ranks[i] = the even values before inp[i] in its warp; *total += the even values of each block.
 __global__ void count_even(int* ranks, int* total, const int* inp) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x, lane = threadIdx.x % 32;
     const unsigned even = __ballot_sync(full_warp, inp[i] % 2 == 0);

@@ -225,7 +225,7 @@ struct Exchange {
             usleep(100);
         }
     }
-    // A kernel of NCCL's may not be on the stream yet. Does not come back.
+    // Records an event although NCCL's kernel may not be on the stream yet. Does not return.
     void record_early() {
         try {
             cudaCheck(cudaEventRecord(done, stream));

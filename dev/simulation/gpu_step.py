@@ -90,7 +90,7 @@ def times(row, count):
 # ---- matmuls
 
 def in_tiles(rows, columns):
-    """Values of an output that whole tiles compute, the better way round."""
+    """Values that whole tiles compute for an output, with the tiles turned whichever way computes fewer."""
     def padded(tile):
         return math.ceil(rows / tile[0]) * tile[0] * math.ceil(columns / tile[1]) * tile[1]
     return min(padded(TILE), padded(TILE[::-1]))
@@ -179,7 +179,7 @@ def layernorm_backward(gpu, s):
 
 
 def gelu(gpu, s, fused):
-    """What is not in the products. fused: the forward into fc's"""
+    """The part of GELU that no product computes. fused: fc's product computes the forward"""
     values = 4 * s.N * s.C
     forward = streaming(gpu, "gelu_forward_kernel", values, 2 * values, 2 * values, 256)
     backward = streaming(gpu, "multiply_by_gelu_derivative_kernel", values, 4 * values, 2 * values, 256)
@@ -309,7 +309,7 @@ class Checkpoint:
 
 
 def checkpoint(gpu, s, rows):
-    """rows: of the step. While the copies run, the next step goes on: its backward waits for the model's, which lies in
+    """rows: of the step. While the copies run, so does the next step: its backward waits for the model's, which lies in
     the gradients' memory, and its update for all others (train_gpt.cu, take_snapshot)."""
     model = 4 * s.parameters
     state = (4 + 4 + 4 + 2 + 8) * s.parameters / s.ranks  # master, m, v; bf16; global parameters and outer momentum

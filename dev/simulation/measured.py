@@ -1,4 +1,4 @@
-"""A finished run's sizes, options and measured time of a step, and what it would make of a slower link."""
+"""A finished run's sizes, options and measured time of a step, and how fast it would be over a slower link."""
 import dataclasses
 import re
 from dataclasses import dataclass
@@ -107,8 +107,8 @@ def utilization(run, link, jitter=False):
 # ---------------------------------------------------------------------------------------------------- reading
 
 def read_measured(folder):
-    """UserError where there is no finished run, or its log does not say enough. Of a resumed run it is the
-    part since then."""
+    """Reads a finished run; of a resumed one, the part since it was resumed. UserError if there is none, or if its
+    log does not say enough."""
     first = since_resumed(read_lines(folder / "metrics.jsonl"))
     run, options = first["run"], first["run"]["options"]
     logs = [first, *map(since_resumed, read_other_logs(folder, run))]
@@ -154,8 +154,8 @@ def shape_options(folder, options):
 
 
 def seconds_of_steps(log):
-    """{step: its seconds}, without the first tenth of the steps, in which memory is touched for the first
-    time, and without waits; those after the last step, for what is then in flight, are in no step."""
+    """{step: its seconds without waits}, except for the first tenth of the steps, in which memory is touched for the
+    first time. Waits after the last step, for what is then in flight, belong to no step."""
     steps, overlap = log["step"], int(log["run"]["options"]["overlap"])
     begin = steps[0]["step"] + max(1, len(steps) // 10) if steps else 0
     seconds = {line["step"]: line["seconds"] for line in steps if line["step"] >= begin}
@@ -173,7 +173,7 @@ def mean_step_seconds(log):
 
 
 def step_times(logs):
-    """Of the steps that all these have made."""
+    """For each log, its seconds in each of the steps that all of them made."""
     all_seconds = [seconds_of_steps(log) for log in logs]
     common = sorted(set.intersection(*map(set, all_seconds)))
     return tuple(tuple(seconds[step] for step in common) for seconds in all_seconds)
@@ -185,7 +185,7 @@ def micro_steps(options, ranks):
 
 
 def parameter_bytes(log):
-    """Of a value that ranks gather, from what they sent in a step: its 4 bytes of gradient are known."""
+    """Bytes of a value that ranks gather: what they sent in a step, less the known 4 bytes of its gradient."""
     run, steps = log["run"], log["step"]
     if run["ranks"] == 1:
         return 4

@@ -90,7 +90,7 @@ def printed(gigabits):
 
 
 def steps_apart(number, text):
-    """How far the grid's bandwidth of this number is from one that is printed so."""
+    """Grid steps between the bandwidth of this number and the nearest one that is printed as `text`."""
     return min(abs(number - other) for other in range(len(GRID)) if printed(GRID[other]) == text)
 
 

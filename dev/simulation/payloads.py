@@ -31,12 +31,12 @@ def payload_bytes(format, values, before_scales=HEADER_BYTES):
 
 
 def sums_of_products(workers):
-    """Of the rows of so many payloads, that the payload of a mean brings along (streaming/statistics.h)."""
+    """How many sums of products of rows the payload of a mean brings along (streaming/statistics.h)."""
     return 2 * workers + 1 if workers > 8 else workers * (workers + 1) // 2
 
 
 def mean_bytes(format, values, workers):
-    """Of the payload of a mean: with the headers of the payloads that it is of, and sums of their products in
+    """Bytes of the payload of a mean, with the headers of the averaged payloads and the sums of their products in
     double (streaming/exchange.h, mean_payload_layout)."""
     sums = round_up(8 * sums_of_products(workers), 16)
     return payload_bytes(format, values, HEADER_BYTES * (1 + workers) + sums)
@@ -89,7 +89,7 @@ class Shape:
 
 
 def gpt_shape(layers, channels, parameters):
-    """GPT-2's layer; what else there is of `parameters` is the embedding."""
+    """Layers of GPT-2; the rest of `parameters` is the embedding."""
     layer_values = 12 * channels * channels + 13 * channels
     return Shape(layers, layer_values, parameters - layers * layer_values, channels)
 

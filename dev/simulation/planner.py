@@ -92,7 +92,7 @@ def candidates(run, link):
 class Plan:
     own: Candidate
     best: Candidate      # of those that reach the target; if none does, the one that comes nearest
-    others: list         # that reach it with another tau or H
+    others: list         # the best that reach it with each other tau
     reaches: bool
 
 

@@ -1,4 +1,4 @@
-"""When a simulation has come to repeat itself."""
+"""Runs a simulation until it repeats itself."""
 import numpy as np
 
 MOST_PERIODS = 100

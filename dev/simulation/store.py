@@ -35,12 +35,12 @@ def store_bytes(format, values, workers):
 
 
 def worker_link_bytes(counts):
-    """That pass a worker's link in a sync, in the direction that has more."""
+    """Bytes that pass a worker's link in a sync, in the direction that has more."""
     return max(counts)
 
 
 def store_link_bytes(counts, workers):
-    """That pass the store's own link in a sync, in the direction that has more."""
+    """Bytes that pass the store's own link in a sync, in the direction that has more."""
     return workers * max(counts)
 
 
@@ -61,7 +61,7 @@ class StoreCalls:
         return replace(self.link, bits_per_second=min(self.link.bits_per_second, store)).bytes_per_second
 
     def exchange(self, ready, counts):
-        """When a sync of these bytes (store_bytes()) is through that is sent at `ready`."""
+        """When a sync of these bytes (store_bytes()), sent at `ready`, is complete."""
         payload, read = counts
         start = max(ready, self.free)
         rtt, rate = self.link.rtt_seconds, self.rate(self.workers)

@@ -38,7 +38,7 @@ class Link:
 
 
 class Window:
-    """TCP's, in one direction: how much may be under way."""
+    """TCP's congestion window in one direction: how many bytes may be under way."""
 
     def __init__(self, link, connections=1):
         self.link = link
@@ -68,13 +68,13 @@ class Calls:
         self.link, self.free, self.window = link, 0.0, Window(link, peers)
 
     def call(self, ready, count):
-        """When a call of `count` bytes is through that is issued at `ready`."""
+        """When a call of `count` bytes, issued at `ready`, is complete."""
         start = max(ready, self.free)
         self.free = start + self.link.rtt_seconds / 2 + self.window.send_seconds(start, count)
         return self.free
 
     def exchange(self, ready, counts):
-        """When the calls of an exchange are through, the first of which is issued at `ready`."""
+        """When all calls of an exchange are complete, of which the first is issued at `ready`."""
         for count in counts:
             arrived = self.call(ready, count)
         return arrived

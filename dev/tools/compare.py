@@ -54,7 +54,7 @@ def bytes_by_step(process):
 
 
 def peak(run):
-    """(bytes, what they are): the most that a process sends at once; where workers exchange, to these alone."""
+    """(bytes, in what): the most that a process sends at once; if workers exchange, only what it sends in a sync."""
     syncs = [line["bytes_sent"] for p in run.processes for line in p.syncs]
     if syncs:
         return max(syncs), "a sync"
@@ -160,7 +160,7 @@ def main(words):
         run.name = name
     print_table(table(runs))
     if len({tokens(run) for run in runs}) > 1:
-        print("The runs trained on different numbers of tokens: losses and bytes do not compare.")
+        print("The runs trained on different numbers of tokens: losses and bytes are not comparable.")
 
 
 if __name__ == "__main__":

@@ -140,7 +140,7 @@ def gpt2_tokenizer():
         encoding = tiktoken.get_encoding("gpt2")
     except Exception as error:  # tiktoken has no exception type of its own for failed downloads
         reason = (str(error) or type(error).__name__).splitlines()[0][:200]
-        raise UserError(f"GPT-2's tokenizer cannot be had from tiktoken ({reason}): connect to the internet "
+        raise UserError(f"GPT-2's tokenizer cannot be loaded from tiktoken ({reason}): connect to the internet "
                         f"once, {MODEL_ALONE}") from error
     tokens = map(encoding.decode_single_token_bytes, range(encoding.eot_token))
     return Tokenizer([*tokens, b"<|endoftext|>"], encoding.eot_token)
@@ -233,14 +233,14 @@ def write_json(path, content):
 
 def parse_options(arguments):
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", metavar="MODEL.bin", help="a model file of the trainer's or of llm.c's")
+    parser.add_argument("model", metavar="MODEL.bin", help="a model file of the trainer or of llm.c")
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to make")
     parser.add_argument("--tokenizer", metavar="FILE", help="tokenizer.bin of the training data, or gpt2")
-    parser.add_argument("--no-tokenizer", action="store_true", help="the model alone")
+    parser.add_argument("--no-tokenizer", action="store_true", help="export the model alone")
     parser.add_argument("--dtype", choices=list(STORED_AS), help="of the tensors (default: as in MODEL.bin)")
     options = parser.parse_args(arguments)
     if (options.tokenizer is None) != options.no_tokenizer:
-        raise UserError("a model file does not say how its text became tokens: give --tokenizer FILE (the "
+        raise UserError("a model file does not record how its text became tokens: give --tokenizer FILE (the "
                         f"tokenizer.bin beside the training data), {MODEL_ALONE}")
     is_empty = options.out.is_dir() and not any(options.out.iterdir())
     if not options.out.name or os.path.lexists(options.out) and not is_empty:

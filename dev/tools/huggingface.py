@@ -59,7 +59,7 @@ class Safetensors:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if size < 10 or length > min(size - 8, LONGEST_HEADER):
-                self.fail(f"is truncated, or no safetensors file ({size} bytes, a header of {length})")
+                self.fail(f"is truncated, or not a safetensors file ({size} bytes, a header of {length})")
             text = file.read(length)
         try:
             self.entries = json.loads(text)

@@ -38,7 +38,7 @@ def read_json(path):
             return content
     except (ValueError, RecursionError):
         pass
-    raise UserError(f"{path} is not JSON with an object in it: get it again")
+    raise UserError(f"{path} is not a JSON object: get it again")
 
 
 def read_shape(path):
@@ -54,10 +54,10 @@ def read_shape(path):
     keys = "n_positions", "vocab_size", "n_layer", "n_head", "n_embd"
     sizes = [config.get(key) for key in keys]
     if not all(type(size) is int for size in sizes):
-        raise UserError(f"{path} does not say in numbers all of {', '.join(keys)}: get it again")
+        raise UserError(f"{path} does not give numbers for all of {', '.join(keys)}: get it again")
     shape = Shape(*sizes, (sizes[1] + 127) // 128 * 128)
     if not shape.is_possible():
-        raise UserError(f"{path} describes no possible model ({shape}): get it again")
+        raise UserError(f"{path} describes an impossible model ({shape}): get it again")
     if config.get("n_inner") not in (None, 4 * shape.channels):
         raise UserError(f"{path}: n_inner {config['n_inner']!r} is not 4 n_embd: give a model where it is")
     return shape
@@ -96,7 +96,7 @@ class Folder:
             known.add(self.check(name, layer, dimensions))
         for name in self.files:
             if name not in known and name != HEAD and not name.endswith(MASKS):
-                raise UserError(f"{folder} has a tensor {name}, which is none of GPT-2's: give a plain GPT-2")
+                raise UserError(f"{folder} has a tensor {name}, which GPT-2 does not have: give a plain GPT-2")
         if HEAD in self.files:
             self.check_head()
 
@@ -123,7 +123,7 @@ class Folder:
         (_, *head), (_, *embedding) = (self.files[name].places[name] for name in (HEAD, wte))
         if head != embedding or not np.array_equal(self.stored(HEAD).view(np.uint8),
                                                    self.stored(wte).view(np.uint8)):
-            raise UserError(f"{self.path}: {HEAD} is another matrix than {wte}: give a model where they are "
+            raise UserError(f"{self.path}: {HEAD} is a different matrix from {wte}: give a model where they are "
                             "tied")
 
     def stored(self, name):

@@ -23,7 +23,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def exit_status(work, trouble="cannot be used"):
-    """Of work(arguments): a mistake of the user's is one line and 2. trouble: what is wrong with a file."""
+    """Calls work(arguments). A user's mistake gives one line and status 2. trouble: what is wrong with a file."""
     try:
         work(sys.argv[1:])
     except UserError as error:
@@ -55,7 +55,7 @@ def log_name(process):
 
 
 def labels(folders):
-    """The shortest names that differ: a/log and b/log for these, x and y for a/x and b/y."""
+    """The shortest names that differ: x and y for a/x and b/y, but a/log and b/log for a/log and b/log."""
     paths = [folder.resolve().parts for folder in folders]
     for count in range(1, max(map(len, paths)) + 1):
         names = ["/".join(path[-count:]).lstrip("/") for path in paths]
@@ -75,7 +75,7 @@ def parse(line):
 def check_version(fields, path):
     """Checks the version in a run's first line."""
     if fields.get("version") not in VERSIONS:
-        raise UserError(f"{path} is of version {fields.get('version')}, and this program reads "
+        raise UserError(f"{path} is of version {fields.get('version')}, but this program reads "
                         f"{' and '.join(map(str, VERSIONS))}: use the dev/ folder of its trainer")
 
 
@@ -121,7 +121,7 @@ def read_lines(path):
         try:
             fields = parse(line)
         except ValueError as error:
-            raise UserError(f"{path} line {number} is no line of metrics: give a run's folder") from error
+            raise UserError(f"{path} line {number} is not a line of metrics: give a run's folder") from error
         lines.setdefault(fields["type"], []).append(fields)
     if len(lines["run"]) != 1:
         raise UserError(f"{path} is not the log of one run: give the folder of a run")
@@ -140,14 +140,14 @@ def read_if_finished(path):
 
 
 def read_other_logs(folder, run):
-    """read_lines() of each process but the first; of elastic workers those are left out, with a warning, that never
-    came or were not there at the end.   run: a line that says how many there were"""
+    """read_lines() of each process but the first. Elastic workers that never came, or were not there at the end, are
+    left out with a warning.   run: a line that says how many there were"""
     paths = [folder / log_name(process) for process in range(1, run["workers"] * run["ranks"])]
     if run.get("options", {}).get("outer-transport") == "store":
         return [lines for path in paths if (lines := read_if_finished(path))]
     if missing := [path for path in paths if not path.exists()]:
-        raise UserError(f"{missing[0]} is not there: copy the logs of all processes (metrics_*.jsonl), which lie at "
-                        "their sites, into one folder")
+        raise UserError(f"{missing[0]} is missing: copy the logs of all processes (metrics_*.jsonl) from "
+                        "their sites into one folder")
     return [read_lines(path) for path in paths]
 
 

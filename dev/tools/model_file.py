@@ -91,7 +91,7 @@ class ModelFile:
             at += int(np.prod(dimensions))
 
     def fail(self, what):
-        raise UserError(f"{self.path} {what}: give a whole model file, as the trainer writes it")
+        raise UserError(f"{self.path} {what}: give a complete model file, as the trainer writes it")
 
     def tensor(self, name, layer=None):
         """Values as stored: float32, or uint16 that hold bf16."""

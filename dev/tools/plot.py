@@ -12,7 +12,7 @@ The panels:
                middle. A sync counts in the step that sends it, and a step without a mark sent nothing
     cosines    for each run of several workers and each fragment: between the workers' outer gradients, as the
                mean over pairs. 1 is the same direction; independent gradients have 0
-    waits      how long the rank of each worker that waited longest stood still before merges, summed up
+    waits      for each worker, the seconds so far that its longest-waiting rank stood still before merges
 
 Time is the log's, without the time between a stop and a resume.
 """
@@ -48,7 +48,7 @@ class Drawn:
     at: dict  # {step: x}, with step 0
 
     def places(self, steps):
-        """Of steps that worker 0 skipped, when it caught up with other elastic workers, between its own."""
+        """The x of each step. Steps that worker 0 skipped, to catch up with elastic workers, lie between its own."""
         return np.interp(list(steps), list(self.at), list(self.at.values()))
 
 

@@ -86,7 +86,7 @@ def check():
 def number(name, least):
     def parse(text):
         if not text.isdigit() or int(text) < least:
-            raise UserError(f"'{text}' is no {name}: give a whole number, at least {least}")
+            raise UserError(f"'{text}' is not a {name}: give a whole number, at least {least}")
         return int(text)
     return parse
 
@@ -98,14 +98,14 @@ def main(words):
     parser.add_argument("-b", type=number("batch", 1), default=64, metavar="B", help="sequences of a micro-step")
     parser.add_argument("-t", type=number("sequence length", 1), default=1024, metavar="T")
     parser.add_argument("-r", type=number("recomputation", 0), default=0, metavar="0|1|2",
-                        help="1: GELU is computed again, 2: LayerNorm, too")
+                        help="1: recompute GELU, 2: LayerNorm, too")
     parser.add_argument("--micro-steps", type=number("number of micro-steps", 1), default=1)
     parser.add_argument("--ranks", type=number("number of ranks", 1), default=1,
                         help="GPUs of the worker, which share the optimizer; their communication is left out")
     parser.add_argument("--kernels", choices=("ours", "llm.c"), default="ours")
     parser.add_argument("--flash2", action="store_true", help="attention at FlashAttention-2's published rates")
     parser.add_argument("--compiled", action="store_true", help="also what nvcc made of each kernel")
-    parser.add_argument("--check", action="store_true", help="beside what llm.c publishes")
+    parser.add_argument("--check", action="store_true", help="compare with what llm.c publishes")
     arguments = parser.parse_args(words)
     if arguments.check:
         print(check())

@@ -79,7 +79,7 @@ def count(smallest):
         except ValueError:
             value = -1
         if not smallest <= value < float("inf") or value != int(value):
-            raise argparse.ArgumentTypeError(f"'{text}' is no whole number from {smallest} on")
+            raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least {smallest}")
         return int(value)
     return parse
 
@@ -196,7 +196,7 @@ def measured_of(arguments, folder):
 
 def one_link(arguments):
     if len(arguments.links) != 1:
-        raise UserError("a run is looked at over one link: give its rate, such as --link 200mbit")
+        raise UserError("--run and --plan simulate a run over one link: give its rate, such as --link 200mbit")
     return Link(arguments.links[0], arguments.rtt, **link_options(arguments))
 
 
@@ -266,10 +266,10 @@ def cautions(candidate):
 def plan_text(arguments):
     run, link = measured_of(arguments, arguments.plan), one_link(arguments)
     if run.is_data_parallel:
-        raise UserError(f"{arguments.plan} is a run of one worker: say for how many like it to plan, such as "
+        raise UserError(f"{arguments.plan} is a run of one worker: give the number to plan for, such as "
                         "--workers 2")
     measured = read_measured(arguments.plan)
-    has_run = not measured.is_data_parallel
+    has_run = not measured.is_data_parallel and run.workers == measured.workers
     plan = make_plan(run, link)
     header = ["", "options", "utilization", "sent in H steps", "at once", "average", "in that step",
               "in flight"] + ["by the store's link"] * (run.outer_transport == "store")
@@ -284,7 +284,7 @@ def plan_text(arguments):
 
 def parse_arguments(words):
     parser = Parser(description="Simulates how much of their time workers wait for a slow link.",
-                    epilog="What each means: the beginning of dev/tools/simulate.py.")
+                    epilog="For what each means, see the beginning of dev/tools/simulate.py.")
     job = parser.add_mutually_exclusive_group()
     job.add_argument("--paper", action="store_true", help="Table 4 of the paper, simulated and as published")
     job.add_argument("--plot", type=Path, metavar="FILE", help="draw figure 4 of the paper")
@@ -306,7 +306,7 @@ def parse_arguments(words):
     model.add_argument("--step-time", type=positive_seconds, metavar="TIME", help="of computation")
     model.add_argument("--workers", type=count(1), help="(2; of a measured run: as it had)")
     model.add_argument("--inner-steps", "-H", type=count(1), default=100,
-                       help="H (100, the trainer's in runs of 100000 steps and more)")
+                       help="H (100, the trainer's in runs of 100000 or more steps)")
     model.add_argument("--fragment-layers", type=count(0), default=3, help="(3)")
     model.add_argument("--fragment-pattern", choices=PATTERNS, default="strided", help="(strided)")
     model.add_argument("--overlap", type=count(0), default=1, help="tau (1)")

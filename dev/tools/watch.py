@@ -174,7 +174,7 @@ class ProcessView:
         return recent[::-1]
 
     def tokens_per_second(self):
-        """By the clock if there are two steps, with evaluations and checkpoints."""
+        """By the log's times if there are two steps, so that evaluations and checkpoints are included."""
         recent = self.last_minute()
         if len(recent) > 1 and recent[-1]["time"] > recent[0]["time"]:
             return (recent[-1]["tokens"] - recent[0]["tokens"]) / (recent[-1]["time"] - recent[0]["time"])
@@ -446,7 +446,7 @@ def measured_line(run):
         parts.append(f"HellaSwag {hellaswags[0]['accuracy']:.4f} at {hellaswags[0]['step']}")
     skipped = sum(line.get("skipped") is True for view in run.leaders() for line in view.steps)
     if skipped:
-        parts.append(f"{skipped} updates skipped of late")
+        parts.append(f"{skipped} updates skipped lately")
     whole = run.whole_checkpoint()
     if whole is not None:
         parts.append(f"whole checkpoint {whole}")
@@ -460,7 +460,7 @@ def loss_line(run, width, bars):
     view = run.leaders()[0]
     losses = [line["loss"] for line in view.steps if line["loss"] is not None]
     if not losses:
-        return "loss: no finite one"
+        return "loss: none is finite"
     text = f" {losses[0]:.3f} to {losses[-1]:.3f} in {len(view.steps)} steps"
     return "loss " + sparkline(losses, min(width - len(text) - 5, 60), bars) + text
 
@@ -471,7 +471,7 @@ def picture(run, width, height, bars=BARS, now=None):
     names = ", ".join(map(str, run.folders))
     if not run.shape()[0]:
         missing = [str(folder) for folder in run.folders if not folder.is_dir()]
-        why = (f"there is not yet {', '.join(missing)}" if missing else
+        why = (f"no such folder yet: {', '.join(missing)}" if missing else
                "no run has begun to write metrics.jsonl there")
         return [(f"waiting for {names}"[:width], "bold"), (why[:width], "")][:height]
     lines = [(names, "bold")]
@@ -602,10 +602,10 @@ def watch(run, interval, bars):
 
 
 def main(words):
-    parser = Parser(description="Shows all processes of a run while it goes; q or Ctrl-C ends it.")
+    parser = Parser(description="Shows all processes of a run while it trains; q or Ctrl-C quits.")
     parser.add_argument("folders", nargs="+", type=Path, metavar="RUN",
                         help="a run's folder (its -o); of a run of several sites, the folders of all")
-    parser.add_argument("--once", action="store_true", help="print one picture and leave")
+    parser.add_argument("--once", action="store_true", help="print one picture and exit")
     parser.add_argument("--interval", type=float, default=1, metavar="SECONDS", help="between pictures (1)")
     arguments = parser.parse_args(words)
     if not 0.05 <= arguments.interval <= 3600:

@@ -1,4 +1,4 @@
-// Checkpointer: writes a run's checkpoints on a thread of its own while training goes on.
+// Checkpointer: writes a run's checkpoints on a thread of its own while training continues.
 //
 // A checkpoint is whole when every process has its state of that step on its disk. The processes agree on
 // that through the store, led by process 0:
@@ -207,12 +207,12 @@ public:
         is_waited_for = false;
     }
 
-    // Waits for the last checkpoint. RunError if it does not become whole, or if nobody can say so.
+    // Waits for the last checkpoint. RunError if it does not become whole, or if that remains unknown.
     void finish(const std::function<void(const std::string& message)>& print) {
         wait();
         for (const std::string& message : take_messages()) { print(message); }
         if (!has_failed()) { return; }  // nothing below changes any more
-        if (is_unknown) {  // as it is while the store is away; all files may be there
+        if (is_unknown) {  // the store was down, for example; all files may be there
             throw RunError("it is not known whether the last checkpoint is whole: -y 1 resumes from the "
                            "newest one that is", retry_status);
         }
@@ -228,7 +228,7 @@ public:
         return std::exchange(messages, {});
     }
 
-    // Whether the checkpoint that ended last is not whole on all processes.
+    // Whether the latest checkpoint that has ended failed: it is not whole on all processes.
     bool has_failed() const {
         std::lock_guard<std::mutex> lock(mutex);
         return failed;
@@ -296,7 +296,7 @@ private:
         } catch (const Abandoned&) {
             return false;
         } catch (const std::exception& error) {
-            // No process knows about all the others. The files stay: theirs may be there, too.
+            // It is unknown how the other processes fared. The files stay: theirs may be complete, too.
             say(format("it is not known whether the checkpoint of step %ld is whole: %s", job.identity.step,
                        error.what()));
             is_unknown = true;
@@ -333,12 +333,12 @@ private:
     template <class Work>
     void tidy(long step, Work work) {
         const Verdict clean = attempt(work);
-        if (!clean.is_whole) { say(format("after the checkpoint of step %ld: ", step) + clean.words); }
+        if (!clean.is_whole) { say(format("clean-up after checkpoint %ld failed: ", step) + clean.words); }
     }
 
-    // Where process 0 has a state, the model is there, too. Old checkpoints are found by their states: a model
-    // that a killed process left without one would never be deleted. So it is written when the state lies on
-    // the disk and needs only its name; but the run's last model, its result, is written first.
+    // Wherever process 0 has a state, the model exists, too. Old checkpoints are found by their states: a
+    // model that a killed process left without one would never be deleted. So the model is written once the
+    // state is on the disk and lacks only its name; but the last model, the run's result, is written first.
     void write_files(const CheckpointJob& job, Written& written) {
         const long step = job.identity.step;
         job.ready();
@@ -375,7 +375,7 @@ private:
         }
     }
 
-    // Tells this process's own verdict under `key`, and returns process 0's summary of the verdicts of every
+    // Publishes this process's verdict under `key`, and returns process 0's summary of the verdicts of every
     // `stride`-th process.
     Verdict agree(const std::string& key, const Verdict& own, int stride, const StateIdentity& who) {
         if (process.index() % stride == 0) {
@@ -411,7 +411,7 @@ private:
         return {failures.empty(), list_in_words(failures), !failures.empty() && is_silent};
     }
 
-    // Sets a key. It reads from the store first: if that fails, no other process can have heard of the step.
+    // Sets a key. Reads from the store first: if that already fails, no other process has heard of the step.
     void tell(long step, const std::string& key, const std::string& value) {
         Patience patience(process.timeout);
         ask_until(patience, [&] {
@@ -435,9 +435,9 @@ private:
     }
 
     // Calls `ask` until it returns true, or patience is over. Throws the store's RunError if the store is
-    // down at that moment, or has been down for absence_limit while the loop waits. After an absence that the
-    // loop has waited through, the other processes get little more time, since they may have given up: less
-    // in all than the time limit of a collective, in which they may be waiting already.
+    // down at that moment, or has been down for absence_limit while the loop waits. After an outage that the
+    // loop has waited through, the other processes get little more time, since they may have given up: in all
+    // less than the time limit of a collective, in which they may already be waiting.
     template <class Ask>
     void ask_until(Patience& patience, Ask ask) {
         Patience absence(absence_limit);
@@ -461,8 +461,8 @@ private:
         }
     }
 
-    // Removes the keys of the checkpoint before this one. All processes have come to this one, so none reads
-    // them.
+    // Removes the previous checkpoint's keys. All processes have reached the current checkpoint, so none of
+    // them reads those keys any more.
     void forget_keys(long step) {
         const long before = std::exchange(last_in_store, step);
         if (before < 0) { return; }
@@ -581,7 +581,7 @@ private:
     long last_in_store = -1;
     bool has_missed_store = false;  // the store was down while the loop waited for the current checkpoint
     bool model_stays = false;       // the current checkpoint's model stays even if the checkpoint fails
-    std::set<long> untold;          // steps whose states are here and that the store cannot have heard of
+    std::set<long> untold;          // steps with a state here that no other process can know of
 
     mutable std::mutex mutex;
     std::condition_variable changed;

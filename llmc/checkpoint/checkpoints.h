@@ -49,7 +49,7 @@ public:
         return *snapshot;
     }
 
-    // Starts to write the snapshot as the checkpoint of `step`, once what is on `copies` by now is done.
+    // Starts to write the snapshot as the checkpoint of `step`, once the work enqueued on `copies` is done.
     void write(long step, bool is_last_of_run, Stream& copies) {
         snapshot->end_copies(copies);
         CheckpointJob job;

@@ -45,7 +45,7 @@ inline void write_model(const std::string& path, const GptShape& shape, const La
 
 // A model file whose header and size have been checked.
 struct ModelFile {
-    explicit ModelFile(const std::string& path) : file(path, "give a whole model file of version 3 or 5") {
+    explicit ModelFile(const std::string& path) : file(path, "give a complete model file of version 3 or 5") {
         const FileHeader header = file.read_header(model_magic, "model file");
         version = header[1];
         if (version != model_version_fp32 && version != model_version_bf16) {
@@ -108,7 +108,7 @@ inline std::vector<float> read_model(const std::string& path, const Layout& layo
     if (!std::equal(layout.tensors.begin(), layout.tensors.end(), expected.tensors.begin(),
                     expected.tensors.end(), same)) {
         throw UserError(format("%s holds another model (%d layers, %d channels, %d positions, vocabulary %d "
-                               "padded to %d): give the sizes of that one, or another file",
+                               "padded to %d): give the sizes of that model, or another file",
                                path.c_str(), shape.layers, shape.channels, shape.max_seq_len,
                                shape.vocab_size, shape.padded_vocab_size));
     }

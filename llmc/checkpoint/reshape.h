@@ -58,9 +58,9 @@ public:
         }
         if (id.step != point.step || id.worker != worker || id.rank != rank || id.workers != point.workers ||
             id.ranks != point.ranks) {
-            fail(format("is the state of worker %d rank %d of %d x %d processes at step %ld, not of what its "
-                        "name says", id.worker, id.rank, id.workers, id.ranks, id.step),
-                 "put the files back under the names that they were written with");
+            fail(format("is the state of worker %d rank %d of %d x %d processes at step %ld, which does not "
+                        "match its name", id.worker, id.rank, id.workers, id.ranks, id.step),
+                 "restore the names that the files were written with");
         }
     }
 
@@ -78,8 +78,8 @@ public:
 private:
     static const std::string& found(const std::string& path) {
         if (access(path.c_str(), F_OK) != 0) {
-            throw UserError(path + " is missing: a run of another shape needs the old processes' states, so "
-                            "put all of them into this folder, or resume with the old shape");
+            throw UserError(path + " is missing: other --workers or --ranks need all old processes' states: "
+                            "put them into this folder, or resume with the old numbers");
         }
         return path;
     }
@@ -95,7 +95,7 @@ inline void check_model(const StoredState& state, const GptShape& model) {
         const long stored = state.fields.integer(std::string("shape.") + name);
         if (stored != size) {
             state.fail(format("is of another model (%s: %ld, not %d)", name, stored, size),
-                       "give the options of the model that it was written by");
+                       "give the model options of the run that wrote it");
         }
     }
 }
@@ -183,7 +183,7 @@ inline void check_agreement(const ShardValues& shard, const StoredRun& run, int 
     outer.read(other.reader, rank, expected);
     for (const auto& [name, values] : expected.arrays) {
         if (memcmp(shard.arrays.at(name).data(), values.data(), values.size() * sizeof(float)) != 0) {
-            other.fail(format("holds other global parameters than worker %d's state", worker),
+            other.fail(format("has different global parameters from worker %d's state", worker),
                        checkpoint_hint());
         }
     }
@@ -253,7 +253,7 @@ inline std::vector<std::string> describe(const StoredState& source, const RunSha
     }
     for (const std::string& note : outer.notes()) { others.push_back(note); }
     if (!source.has_parameters_as_here() && !outer.starts_from_global()) {
-        others.push_back(format("parameters of %ld bytes became %zu: rounded from the master weights",
+        others.push_back(format("parameters change from %ld to %zu bytes: rounded from the master weights",
                                 source.fields.integer("float_bytes"), sizeof(floatX)));
     }
     std::vector<std::string> lines = {
@@ -264,7 +264,7 @@ inline std::vector<std::string> describe(const StoredState& source, const RunSha
     };
     add("carried over: ", carried_over);
     add("not carried over: ", left_behind);
-    add("zero at first: ", zeroed);
+    add("starting at zero: ", zeroed);
     lines.insert(lines.end(), others.begin(), others.end());
     return lines;
 }
@@ -311,7 +311,7 @@ inline std::unique_ptr<StateReader> open_state(const StoredRun& run, const RunSh
                                                std::vector<std::string>& notes) {
     if (has_shape(run, to, make)) { return std::make_unique<StateReader>(run.path(to.worker, to.rank)); }
     if (run.point.is_of_one_worker()) {
-        throw UserError(run.folder + " is of other fragments, another -H or error feedback, or a build with "
+        throw UserError(run.folder + " was saved with other fragments, -H or error feedback, or a build with "
                         "other parameters (fp32, bf16): an elastic worker resumes with its old options");
     }
     return reshape_state(run, to, make, notes);

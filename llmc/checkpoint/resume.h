@@ -129,7 +129,7 @@ inline FolderView::State look_at_state(const std::string& folder, long step, int
         const StateIdentity& who = reader.identity();
         if (who.step == step && who.process() == process) { return {point_of(who), ""}; }
         return {{},
-                path + format(" is the state of %s at step %ld, not what its name says",
+                path + format(" is the state of %s at step %ld, which does not match its name",
                               Process::name(who.worker, who.rank).c_str(), who.step)};
     } catch (const UserError& error) { return {{}, without_hint(error)}; }
 }
@@ -146,7 +146,7 @@ inline FolderView view_folder(const std::string& folder) {
     std::error_code error;
     for (const std::string& name : names_in(folder, error)) {
         const bool is_checkpoint = state_named(name) || done_named(name);
-        // It may be whole: a run that passed over it would train again, and delete what others have after it.
+        // It may be whole: a run that ignored it would resume earlier, and delete the others' later files.
         if (is_checkpoint && access((folder + "/" + name).c_str(), R_OK) != 0 && errno != ENOENT) {
             view.trouble = name + ": " + strerror(errno);
         }
@@ -160,8 +160,8 @@ inline FolderView view_folder(const std::string& folder) {
     return view;
 }
 
-// Removes unfinished files of this process, which was killed while it wrote, and of processes that the run no
-// longer has.
+// Removes unfinished files that this process left when it was killed while writing, and those of processes
+// that the run no longer has.
 inline void remove_leftovers(const Process& process, const std::string& folder) {
     std::error_code ignored;
     for (const std::string& name : names_in(folder, ignored)) {
@@ -276,11 +276,11 @@ public:
         const bool may_reshape = !own.is_of_one_worker() && !point.is_of_one_worker();
         if (may_reshape || is_of_same_shape(own, point)) { return; }
         const std::string what =
-            format("the checkpoint of step %ld in %s is of ", point.step, views[0].folder.c_str());
+            format("the checkpoint of step %ld in %s belongs to ", point.step, views[0].folder.c_str());
         const std::string whole_run = format("a run of %d workers x %d ranks", point.workers, point.ranks);
         if (!own.is_of_one_worker()) {
             throw UserError(what + format("worker %d of a run with --outer-transport store: resume it with "
-                                          "that, or give another -o",
+                                          "that option, or give another -o",
                                           point.worker));
         }
         if (!point.is_of_one_worker()) {
@@ -294,7 +294,7 @@ public:
                                    "resumes with the --workers and --ranks that it had",
                                    own.workers, own.ranks));
         }
-        throw UserError(what + format("worker %d, not of worker %d: give each worker the folder that it had",
+        throw UserError(what + format("worker %d, not to worker %d: give each worker the folder that it had",
                                       point.worker, own.worker));
     }
 
@@ -348,7 +348,7 @@ private:
         if (count > most) { text += format("; and %zu more processes", count - most); }
         if (count > 0 && !own.is_of_one_worker() && !is_of_same_shape(own, point)) {
             text += format(
-                " (it is of %d workers x %d ranks: to go on with %d x %d, each process needs all its files)",
+                " (it is of %d workers x %d ranks: to resume with %d x %d, each process needs all its files)",
                 point.workers, point.ranks, own.workers, own.ranks);
         }
         return text;

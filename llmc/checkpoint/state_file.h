@@ -180,7 +180,7 @@ inline void write_state(OutputFile& file, const StateIdentity& who, const std::v
 }
 
 // Writes the state file `path`. Throws a RunError if the disk fails. If it, `check` or `before_named` throws,
-// `path` is unchanged.   before_named: of write_file
+// `path` is unchanged.   before_named: see write_file
 inline void write_state(const std::string& path, const StateIdentity& who,
                         const std::vector<StateSection>& sections,
                         const std::function<void()>& check = [] {},
@@ -188,7 +188,7 @@ inline void write_state(const std::string& path, const StateIdentity& who,
     write_file(path, [&](OutputFile& file) { write_state(file, who, sections, check); }, "", before_named);
 }
 
-// Whose state a file is, by its header; the rest may be missing. Nothing for a file of another kind.
+// Whose state a file holds, by its header; the rest may be missing. Nothing for a file of another kind.
 inline std::optional<StateIdentity> peek_identity(const std::string& path) {
     try {
         const FileHeader header = InputFile(path, checkpoint_hint()).read_header(state_magic, "state file");
@@ -208,7 +208,7 @@ public:
         FileHeader header{};
         read_at(header.data(), std::min<size_t>(sizeof header, size_t(file.size())), 0);
         if (header[0] == llmc_magic) {
-            throw UserError(path + " is a state file of llm.c's own, not of this program: start from its "
+            throw UserError(path + " is a state file of llm.c, not of this program: start from its "
                                    "model (-e model_STEP.bin of the same step)");
         }
         header = file.read_header(state_magic, "state file");
@@ -325,8 +325,8 @@ inline void write_done(const std::string& folder, const StateIdentity& who) {
                "." + std::to_string(who.process()));
 }
 
-// The run that wrote DONE_STEP, and its number of processes. rank means nothing, worker only for an elastic
-// worker. UserError, naming the file.
+// The run that wrote DONE_STEP, and its number of processes. `rank` is meaningless, and so is `worker` unless
+// the run is elastic. UserError, naming the file.
 inline StateIdentity read_done(const std::string& folder, long step) {
     const std::string path = done_path(folder, step);
     const InputFile file(path, checkpoint_hint());

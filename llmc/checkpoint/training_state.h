@@ -1,15 +1,15 @@
-// Training state: everything a process needs so that training goes on after a step as if it had never
+// Training state: everything a process needs so that training continues after a step as if it had never
 // stopped. A state file (state_file.h) has these sections:
 //
 //     fields        Progress, the model's shape, the position in the data; the outer optimizer's numbers
 //     options       all options with their values, so that a resume can say which ones changed
-//     master, m, v  this rank's shard of the weights and of the optimizer's moments, fp32: AdamW's, or of
-//                   matrices that Muon updates its momentum as m, and zeros as v
+//     master, m, v  this rank's shard of the weights and of the optimizer's moments, fp32. For matrices that
+//                   Muon updates, m is Muon's momentum and v is zero
 //     params        the same shard as the layers read it (floatX)
 //     outliers      the windows of losses and norms that outliers are found in (llmc/outlier.h)
 //     and those of the outer optimizer, if there is one (OuterSnapshot)
 //
-// TrainingSnapshot copies all of it into the host's memory while training goes on; find_checkpoint() and
+// TrainingSnapshot copies all of it into the host's memory while training continues; find_checkpoint() and
 // restore() bring it back.
 #pragma once
 #include <algorithm>
@@ -148,7 +148,7 @@ struct TrainingArrays {
 };
 
 // The state of one process after one step, in the host's memory. It is allocated once and used for all
-// checkpoints of a run: begin_copies() only when the writer is through with the one before.
+// checkpoints of a run: call begin_copies() only when the writer has finished the previous one.
 class TrainingSnapshot {
 public:
     // outer: null without an outer optimizer   model_size: layout.size where the model is written, else 0
@@ -174,7 +174,7 @@ public:
 
     void end_copies(Stream& copies) { copies.record(copied); }
 
-    // On any thread: returns when the host has everything. RunError where that is not worth keeping: a run
+    // On any thread: returns when the host has everything. RunError if the state is not worth keeping: a run
     // whose parameters are no longer finite does not recover, and needs the checkpoints that it has.
     void wait() const {
         copied.synchronize();
@@ -206,7 +206,7 @@ public:
         return sections;
     }
 
-    // Gives up what has not arrived: whoever waits for it throws.
+    // Gives up what has not arrived: a thread in wait() gets a RunError.
     void abandon() {
         if (outer) { outer->abandon(); }
     }
@@ -229,7 +229,7 @@ inline void restore(const TrainingArrays& to, const StateReader& state, Stream& 
     for (auto [name, array] : {std::pair("master", to.master), std::pair("m", to.m), std::pair("v", to.v)}) {
         state.read(name, values.data(), values.size() * sizeof(float));
         device::copy_to_device(array, values.data(), long(values.size()), main);
-        main.synchronize();  // the memory is used again
+        main.synchronize();  // before `values` is reused
     }
     std::vector<floatX> params(values.size());
     state.read("params", params.data(), params.size() * sizeof(floatX));
@@ -278,7 +278,7 @@ inline std::string changed_options(const Fields& before, const ResumedRun& run, 
         const std::string old = before.has(name) ? before.word(name) : run.default_of(name);
         if (name == "resume" || old == value) { continue; }
         if (name == "optimizer") {
-            throw UserError(format("the checkpoint in %s is of a run with --optimizer %s: resume it with "
+            throw UserError(format("the checkpoint in %s was made with --optimizer %s: resume it with "
                                    "that, or start from its model (-e %s)", run.folder.c_str(), old.c_str(),
                                    model_path(run.folder, step).c_str()));
         }
@@ -313,7 +313,7 @@ inline std::string seek_data(const Fields& before, DataLoader& data) {
     if (!before.has("data.row")) {  // of a version that counted batches of all processes, "samples"
         const uint64_t tokens = before.count("data.sample") * before.count("data.sample_tokens");
         if (data.seek_in_shard(epoch, before.count("data.shard"), tokens)) { return ""; }
-        return format("epoch %lu of the data starts anew: the checkpoint is of a version that shuffled "
+        return format("epoch %lu of the data starts over: the checkpoint is from a version that shuffled "
                       "batches, not sequences", epoch + 1);
     }
     const uint64_t row_tokens = before.count("data.row_tokens");
@@ -321,7 +321,7 @@ inline std::string seek_data(const Fields& before, DataLoader& data) {
     const bool is_same = before.integer("data.rows") == data.num_rows();
     if (is_same && row_tokens == uint64_t(data.tokens_of_a_row())) { return ""; }
     return format("an epoch has %ld sequences of %d tokens, not %ld of %lu: the position in the data is "
-                  "about the same, and some of it may be read again or passed over",
+                  "about the same, and some sequences may be read again or skipped",
                   data.num_rows(), data.tokens_of_a_row(), before.integer("data.rows"), row_tokens);
 }
 
@@ -338,7 +338,7 @@ inline void open_checkpoint(const ResumedRun& run, const ResumePoint& point, Res
     r.fields = Fields::parse(r.state->text("fields"), r.state->path());
     const Fields saved_options = Fields::parse(r.state->text("options"), r.state->path());
     const std::string options = changed_options(saved_options, run, point.step);
-    if (!options.empty()) { r.notes.push_back("resumed with other options: " + options); }
+    if (!options.empty()) { r.notes.push_back("resumed with changed options: " + options); }
     const std::string data = changed_data(r.fields, run);
     if (!data.empty()) { r.notes.push_back("resumed with " + data); }
     const std::string position = seek_data(r.fields, run.data);

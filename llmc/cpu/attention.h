@@ -39,7 +39,7 @@ template <bool bf16>
 struct AttentionHead {
     static constexpr int in_word = bf16 ? 2 : 1;  // values
     const int T, hs, padded_T, padded_hs;
-    const int ld_keys;      // of matrices with a column per key: odd times 32, or rows would share cache sets
+    const int ld_keys;      // for a column per key: an odd multiple of 32, or rows would share cache sets
     const int words, ld_p;  // in a row of a head, and of probabilities
     const float scale;
     const bool amx = bf16 && multiplies_in_amx();
@@ -76,8 +76,8 @@ inline void pack_row(float* words, const T* inp, int n) {
     }
 }
 
-// Fetches row t + 8 of a head: rows lie too far apart for the CPU's own prefetching. It may lie beyond the
-// array, which a prefetch may name.
+// Prefetches row t + 8 of a head: rows lie too far apart for the CPU's own prefetching. The row may lie
+// beyond the array, since a prefetch never faults.
 template <class T>
 inline void prefetch_row(const T* inp, long t, int ld, int hs) {
     const int ahead = 8;  // rows
@@ -107,7 +107,7 @@ inline const float* pair_rows(Buffer<float>& out, const Buffer<float>& rows, int
     return out.data();
 }
 
-// The same of rows of fp32, which it rounds.   columns: a multiple of 16
+// The same for rows of fp32, which are rounded.   columns: a multiple of 16
 template <bool bf16>
 inline const float* round_pairs(Buffer<float>& out, const Buffer<float>& rows, int count, int columns,
                                 int ld) {
@@ -155,8 +155,8 @@ inline float max_of_row(const float* scores, int columns) {
     return reduce(largest, [](Vector a, Vector b) { return a > b ? a : b; });
 }
 
-// scores = e^(scale scores - shift). Returns their sum. Products are rounded, as those of which shift is the
-// largest: that one's exponential is 1, however large they are.
+// scores = e^(scale scores - shift). Returns their sum. scale * score is rounded before the subtraction, as
+// it was when `shift` was found: so the largest score's exponential is 1, however large the scores are.
 inline float exponential_row(float* scores, float scale, float shift, int columns) {
     Vector sums = {};
     for (int i = 0; i < columns; i += vector_width) {
@@ -193,7 +193,7 @@ inline void attention_forward_head(AttentionHead<bf16>& x, T* out, float* lse, c
                           x.kt.data(), x.ld_keys, attention_queries, keys, x.words, false, x.amx);
         mask_later_keys(x.scores.data(), keys, x.ld_keys);
         float max[attention_queries], sum[attention_queries];
-        for (int i = 0; i < queries; i++) {  // on its own: no row waits for another's lanes
+        for (int i = 0; i < queries; i++) {  // a loop of its own: the rows' reductions overlap
             max[i] = x.scale * max_of_row(x.scores.data() + long(i) * x.ld_keys, keys);
         }
         for (int i = 0; i < queries; i++) {
@@ -224,7 +224,7 @@ inline void attention_backward_tile(AttentionHead<bf16>& x, const float* dout, c
                       attention_queries, keys, x.words, false, x.amx);
     mask_later_keys(x.scores.data(), keys, x.ld_keys);
     for (int i = 0; i < attention_queries; i++) {
-        float dot = 0, shift = 0;  // of padding, where q, dout and so dp are 0, and ds is 0
+        float dot = 0, shift = 0;  // for padding, where q and dout are 0, and so are dp and ds
         if (i < queries) {
             const T* o = out + long(first + i) * C;
             const float* d = dout + long(first + i) * C;
@@ -282,7 +282,7 @@ inline void attention_backward_head(AttentionHead<bf16>& x, T* dqkv, float* sums
     }
 }
 
-// The calling thread's scratch. It stays for the next layer: new memory would take a tenth of the time.
+// The calling thread's scratch. It is kept for the next layer: fresh memory would cost a tenth of the time.
 template <bool bf16>
 inline AttentionHead<bf16>& scratch_of_thread(int T, int hs) {
     thread_local std::optional<AttentionHead<bf16>> x;

@@ -1,8 +1,8 @@
-// Buffer: an array that is freed with its owner. All zero bits when new, and 64-byte aligned, which is
-// fastest for vector loads and oneDNN. A large one takes pages of 2 MiB, also at its end: with pages of 4 KiB
-// the CPU looks up an address for every 4 KiB, and in attention, which reads parts of rows, for every row. In
-// a virtual machine this can cost a lot: there LayerNorm took longer for the last MiB of an array, in small
-// pages, than for the two before it, in a large one.
+// Buffer: an array that is freed with its owner. It is zeroed when allocated, and 64-byte aligned, which is
+// fastest for vector loads and oneDNN. A large array lies in pages of 2 MiB, its end included: with 4 KiB
+// pages the CPU needs a TLB entry for every 4 KiB, and in attention, which reads parts of rows, for every
+// row. TLB misses are expensive in a virtual machine: there LayerNorm took longer for the last MiB of an
+// array, in small pages, than for the two MiB before it, in a large page.
 #pragma once
 #include <malloc.h>
 #include <sys/mman.h>

@@ -1,4 +1,4 @@
-// GELU of an array: matmul_forward applies it, and the backward with --recompute.
+// GELU of an array, for matmul_forward and, with --recompute, for the backward pass.
 #pragma once
 #include "llmc/cpu/activation.h"
 #include "llmc/gelu.h"

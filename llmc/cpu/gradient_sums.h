@@ -11,7 +11,7 @@ namespace cpu {
 
 const int rows_of_a_sum = 64;  // rows in one partial sum
 
-// A GPU adds a layer's sums in one launch, here each function adds its own: nothing is ever pending.
+// On a GPU one launch adds all sums of a layer; here each function adds its own, so nothing is ever pending.
 struct GradientSums {
     bool adds = true;  // false: gradients are overwritten
 
@@ -23,7 +23,7 @@ struct GradientSums {
 
     void add_pending(Stream&) {}
 
-    // to[i] = or, if it adds, += sum over rows of from[.,i]. Does nothing if `to` is null.
+    // to[i] = sum over rows of from[.,i], or += if `adds`. Does nothing if `to` is null.
     // from: (rows,columns), with leading dimension ld
     void add(float* to, const float* from, long rows, int columns, int ld) const {
         if (!to) { return; }

@@ -36,7 +36,7 @@ inline void layernorm_forward(Activation out, float* mean, float* rstd, const fl
     });
 }
 
-// residual = inp1 + inp2, normed = layernorm(residual).   all (N,C), but mean, rstd: (N)
+// residual = inp1 + inp2, normed = layernorm(residual).   all (N,C), except mean, rstd: (N)
 // and weight, bias: (C)
 inline void fused_residual_forward(float* residual, Activation normed, float* mean, float* rstd,
                                    const float* inp1, const float* inp2, const float* weight,
@@ -73,8 +73,8 @@ inline void layernorm_backward_row(float* dinp, float* dweight, float* dbias, fl
     }
 }
 
-// Adds to dinp. Adds to dweight, dbias and, if it is not null, dprojb, or overwrites them unless
-// gradients.adds. dprojb: the sum over rows of dinp, the gradient of the bias of the product that ends in inp
+// Adds to dinp. Adds to dweight, dbias and, if it is not null, dprojb, or overwrites them if !gradients.adds.
+// dprojb: the sum over rows of dinp, which is the bias gradient of the projection that was added to form inp
 // dinp, dout, inp: (N,C)   dweight, dbias, dprojb, weight: (C)   mean, rstd: (N)
 // Sums chunks of a fixed size, then the chunks in order: the same bits with any number of threads.
 inline void layernorm_backward(float* dinp, float* dweight, float* dbias, float* dprojb, const float* dout,

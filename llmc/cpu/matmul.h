@@ -192,7 +192,7 @@ private:
 #endif
         dnnl::matmul::primitive_desc chosen = describe(), other = describe();
         // Where both inputs must be repacked, oneDNN's older kernels take up to 17% less time than its first
-        // choice (oneDNN 2.6.3 on Zen 5), but they know no AMX.
+        // choice (oneDNN 2.6.3 on Zen 5), but they do not use AMX.
         while (!is_packed && !cpu_has(dnnl::cpu_isa::avx512_core_amx) && other.next_impl()) {
             if (strcmp(other.impl_info_str(), "gemm:jit") == 0) {
                 chosen = other;

@@ -1,6 +1,6 @@
 // Copies, casts and the few scalars of a step (loss, gradient norm, clip scale). Only copy_to_host makes the
-// host wait. The copies before it take any stream; the rest is for the main stream, which on the CPU runs at
-// once.
+// host wait. The functions above it take any stream; those below are for the main stream, which on the CPU
+// runs everything at once.
 #pragma once
 #include <cmath>
 #include <cstddef>

@@ -1,5 +1,5 @@
-// Vectors of the CPU's width, for what g++ does not make of plain loops: sums whose lanes are added by
-// halves, and matrices that are transposed in registers.
+// Vectors of the CPU's width, for two things that g++ does not generate from plain loops: sums whose lanes
+// are added by halves, and matrices that are transposed in registers.
 #pragma once
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -84,7 +84,7 @@ inline float sum_over(int n, const Value& value) {
     return sum;
 }
 
-// Exchanges, in squares of 2 * size rows and columns, the two blocks beside the diagonal.
+// Exchanges the two off-diagonal blocks of each square of 2 * size rows and columns.
 template <int size>
 inline void exchange_blocks(Vector (&rows)[vector_width]) {
     Lanes first = {}, second = {};

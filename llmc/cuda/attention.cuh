@@ -27,11 +27,11 @@ constexpr int warps = 4,  // of a block
 constexpr float log2_e = 1.44269504f, ln_2 = 0.693147181f;
 
 // The rows that a block of each kernel owns, and those that it loops over in a step. They are as large as 255
-// registers a thread and 99 KiB of shared memory allow. Two blocks share an SM with 228 KiB (sm_90, sm_100);
-// with 164 KiB (sm_80) for all but dq of 128; with 100 KiB (sm_86, sm_89) for the forward and dk, dv of 64.
-// Latency limits all of them, with two warps on a scheduler. Eight warps of 16 rows hide more of it, but read
-// shared memory twice as often: on an H200 the forward of heads of 64 takes 3% longer, dq 5%, dk and dv 20%.
-// The queries that a warp multiplies in every step stay in registers if these suffice.
+// registers a thread and 99 KiB of shared memory allow. Two blocks fit an SM with 228 KiB (sm_90, sm_100).
+// With 164 KiB (sm_80) all but dq of heads of 128 do so; with 100 KiB (sm_86, sm_89), only the forward and
+// dkv of heads of 64. Latency limits all of them, with two warps on a scheduler. Eight warps of 16 rows hide
+// more of it, but read shared memory twice as often: on an H200 the forward of heads of 64 takes 3% longer,
+// dq 5%, dk and dv 20%. The queries that a warp multiplies in every step stay in registers if they fit.
 template <int hs>
 struct Tiles {
     static constexpr float scale = hs == 64 ? 0.125f : 0.0883883476f;  // 1 / sqrt(hs)
@@ -195,7 +195,7 @@ __device__ inline void store_rows(bf16* head, int ld, int first, int T, const fl
     }
 }
 
-// sums[c] = the sum over a block's rows of a tile, which its warps have stored, each 16 M of them: products
+// sums[c] = the sum of column c of a tile, whose rows the block's warps have stored, 16 M each: a product
 // with ones. Then overwrites the first of each warp's rows.   sums: (hs)
 template <int hs, int M>
 __device__ inline void sum_columns(float* sums, bf16* tile) {
@@ -250,7 +250,7 @@ __device__ inline float quad_sum(float x) {
     return x + __shfl_xor_sync(full_warp, x, 2);
 }
 
-// x y, over this lane's packs of a row: each lane of a quad has every fourth.   x, y: (hs)
+// The dot product over this lane's packs of a row: each lane of a quad has every fourth pack.   x, y: (hs)
 template <int hs>
 __device__ inline float dot_of_quarter(const bf16* x, const bf16* y) {
     Pack<bf16> a[hs / 32], b[hs / 32];
@@ -312,7 +312,7 @@ struct Softmax {
         }
     }
 
-    // `out` becomes the mean of v, and the rows' lse are written, those before T.   lse: (T)
+    // `out` becomes the weighted mean of v. Writes the lse of rows before T.   lse: (T)
     template <int K>
     __device__ void finish(float (&out)[M][K][4], float* lse, int first, int T) {
         #pragma unroll
@@ -399,7 +399,7 @@ __global__ void __launch_bounds__(32 * warps, 2)
     store_rows<hs>(out + size_t(b * T) * C + h * hs, C, query, T, sum, 1.0f, q_tile, row);
 }
 
-// The part q of dqkv: (B,T,3C), and of each tile's rows the sum.   partial: (B,tiles,C)
+// The q part of dqkv: (B,T,3C), and the sum of each tile's rows.   partial: (B,tiles,C)
 // dout, out: (B,T,C)   qkv: (B,T,3C)   lse: (B,NH,T)
 // Also, for dk and dv, in rows padded to whole tiles: each query's lse to base 2, and its sum over hs of
 // dout out. In the padding lse is infinite, which makes probabilities 0, and the sum is 0.
@@ -484,10 +484,10 @@ __global__ void __launch_bounds__(32 * warps, 2)
     sum_columns<hs, M>(partial, q_tile);
 }
 
-// The parts k and v of dqkv: (B,T,3C), and of each tile's rows the sums.   partial: (B,tiles,2C)
+// The k and v parts of dqkv: (B,T,3C), and the sums of each tile's rows.   partial: (B,tiles,2C)
 // dout: (B,T,C)   qkv: (B,T,3C)   lse2, dot: (B,NH,padded_T)
 // A block owns keys and goes through queries, from its first key to T. All matrices are transposed, keys by
-// queries. dq comes before it. Flops: 4 T C a key, on average. Bound by shared memory and latency.
+// queries. Runs after the dq kernel. Flops: 4 T C a key, on average. Bound by shared memory and latency.
 template <int hs>
 __global__ void __launch_bounds__(32 * warps, 2)
     backward_dkv_kernel(bf16* dqkv, float* partial, const bf16* dout, const bf16* qkv, const float* lse2,

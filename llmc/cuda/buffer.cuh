@@ -13,7 +13,7 @@ inline void* allocate(size_t bytes) {
     void* p = nullptr;
     const cudaError_t status = cudaMalloc(&p, bytes);
     if (status == cudaErrorMemoryAllocation) {
-        cudaGetLastError();  // clears it, or what next calls cudaGetLastError would report it
+        cudaGetLastError();  // clears it, or the next caller of cudaGetLastError would get it
         throw std::bad_alloc();
     }
     cudaCheck(status);
@@ -21,7 +21,7 @@ inline void* allocate(size_t bytes) {
 }
 
 struct GpuMemory {
-    // Waits for the whole device, so memory is to be taken before step 1.
+    // Waits for the whole device, so allocate before step 1.
     static void* take(size_t bytes) {
         void* p = allocate(bytes);
         cudaCheck(cudaMemset(p, 0, bytes));

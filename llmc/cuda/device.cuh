@@ -72,7 +72,7 @@ inline void allow_shared_memory(const void* kernel, const Grid& grid) {
 template <class... P>
 void launch(void (*kernel)(P...), const Grid& grid, typename Parameter<P>::type... arguments) {
 #ifdef __CUDACC__
-    const size_t without_asking = 40 * 1024;  // what a kernel declares, at most 8 KiB, is part of the 48
+    const size_t without_asking = 40 * 1024;  // static shared memory, at most 8 KiB, is part of the 48
     if (grid.shared_bytes > without_asking) {
         allow_shared_memory(reinterpret_cast<const void*>(kernel), grid);
     }
@@ -85,7 +85,7 @@ void launch(void (*kernel)(P...), const Grid& grid, typename Parameter<P>::type.
     emulator::launch({reinterpret_cast<const void*>(kernel), grid.blocks, grid.threads, grid.shared_bytes,
                       grid.stream, grid.site},
                      [=] { kernel(arguments...); });
-    cudaCheck(cudaGetLastError(), grid.site);  // stricter: nor may an older call's error be left there
+    cudaCheck(cudaGetLastError(), grid.site);  // stricter: an older call must not have left an error, either
 #endif
 }
 
@@ -288,13 +288,13 @@ struct Sum {
     }
 };
 
-// A NaN loses against a number.
+// Ignores a NaN if the other value is a number.
 struct Maximum {
     static constexpr float identity = -INFINITY;
     __device__ float operator()(float a, float b) const { return fmaxf(a, b); }
 };
 
-// By a whole warp, over each `lanes` successive lanes of it.
+// Called by a whole warp. Reduces each group of `lanes` successive lanes.
 template <int lanes = 32, class T, class Operation>
 __device__ inline T warp_reduce(T value, Operation operation, Site site = Site::here()) {
     for (int bits = lanes / 2; bits > 0; bits /= 2) {

@@ -37,17 +37,17 @@ inline void check_code_for(const cudaDeviceProp& gpu, int oldest) {
     const int here = 100 * gpu.major + 10 * gpu.minor;
     if (here >= oldest) { return; }
     const std::string advice = format("build it with make train_gpt GPU_ARCH=%d%d", gpu.major, gpu.minor);
-    throw UserError(format("this program is built for GPUs of compute capability %d.%d and later, and %s has "
+    throw UserError(format("this program is built for GPUs of compute capability %d.%d and later, but %s has "
                            "%d.%d: ", oldest / 100, oldest / 10 % 10, gpu.name, gpu.major, gpu.minor) +
                     (here < 800 ? "use an A100 (8.0) or a later one" : advice));
 }
 
-// Uses a GPU of this machine: `number` modulo their count. UserError if there is none that it can use.
+// Selects GPU `number` modulo the count of GPUs on this machine. UserError if there is none that it can use.
 // interface: of the network that NCCL is to use; empty: its choice
 //
-// NCCL is to use rings for two reasons. NVLink's switches, which it would sometimes prefer, add in another
-// order each time (github.com/NVIDIA/nccl/issues/1497). And NCCL connects for an algorithm when it first uses
-// it, which may differ by message size: with one algorithm, all connections are made before step 1.
+// NCCL is to use rings for two reasons. NVLink's switches, which it would sometimes prefer, sum in varying
+// order (github.com/NVIDIA/nccl/issues/1497). And NCCL connects for an algorithm at its first use, which may
+// depend on the message size: with one algorithm, all connections are made before step 1.
 inline Device use_device(int number, const std::string& interface) {
     setenv("CUDA_MODULE_LOADING", "EAGER", 0);       // else a kernel's first launch may wait for running ones
     setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);  // else streams share queues and wait for each other

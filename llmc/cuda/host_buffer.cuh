@@ -14,7 +14,7 @@ struct PinnedMemory {
         void* p = nullptr;
         const cudaError_t status = cudaMallocHost(&p, bytes);
         if (status == cudaErrorMemoryAllocation) {
-            cudaGetLastError();  // clears it, or what next calls cudaGetLastError would report it
+            cudaGetLastError();  // clears it, or the next caller of cudaGetLastError would get it
             throw RunError(format("cannot pin %.3g GB of the host's memory: start fewer processes on this "
                                   "machine, leave out --outer-offload, or raise the job's memory limit",
                                   double(bytes) / 1e9));

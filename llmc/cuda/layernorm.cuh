@@ -168,7 +168,7 @@ inline void layernorm_forward(floatX* out, float* mean, float* rstd, const float
     launch_layernorm<false>(nullptr, out, mean, rstd, inp, nullptr, weight, bias, N, C, stream);
 }
 
-// residual = inp1 + inp2, rounded; normed = layernorm(residual).   all (N,C), but mean, rstd: (N)
+// residual = inp1 + inp2, rounded; normed = layernorm(residual).   all (N,C), except mean, rstd: (N)
 // and weight, bias: (C)   All but mean and rstd are 16-byte aligned.
 inline void fused_residual_forward(floatX* residual, floatX* normed, float* mean, float* rstd,
                                    const floatX* inp1, const floatX* inp2, const floatX* weight,
@@ -182,8 +182,8 @@ inline int layernorm_backward_blocks(int N, int C) {
     return std::min(N, std::clamp(1024 * 768 / C, 256, 1024));
 }
 
-// Adds to dinp, and with the next sums.add_pending() to dweight, dbias and dprojb, unless that is null: the
-// sum over rows of dinp, which is the gradient of the bias of the product that ends in inp.
+// Adds to dinp, and with the next sums.add_pending() to dweight, dbias and, if not null, dprojb: the
+// sum over rows of dinp, which is the bias gradient of the projection that was added to form inp.
 // dinp, dout, inp: (N,C)   dweight, dbias, dprojb: (C) float   weight: (C)   mean, rstd: (N)
 // dinp, dout, inp and weight are 16-byte aligned.
 inline void layernorm_backward(floatX* dinp, float* dweight, float* dbias, float* dprojb, const floatX* dout,

@@ -1,4 +1,4 @@
-// The fully connected layer, forward and backward, on cuBLASLt, and GELU beside it or within.
+// The fully connected layer, forward and backward, on cuBLASLt, with GELU fused into it or after it.
 //
 //     out = inp weight^T + bias
 //     dinp = dout weight,   dweight += dout^T inp
@@ -36,7 +36,7 @@ namespace cuda {
 constexpr int derivative_warps = 8;
 // dinp[n,i] *= gelu'(pre_gelu[n,i]), and partial[chunk,i] = its sum over the chunk's rows n.
 // dinp, pre_gelu: (rows,columns), columns a multiple of 8   partial: (chunks,columns)
-// A warp goes down its rows 16 bytes a lane, the block's warps are then added in order. Block (x, y): the
+// A warp goes down its rows, 16 bytes a lane; then the warps' sums are added in order. Block (x, y): the
 // x-th 32 packs of columns of chunk y. Bound by memory: 6 bytes a value in bf16.
 __global__ void __launch_bounds__(32 * derivative_warps)
     multiply_by_gelu_derivative_kernel(floatX* dinp, float* partial, const floatX* pre_gelu, int rows,
@@ -172,7 +172,7 @@ private:
 
     static void check(cublasStatus_t status, const std::string& what) {
         if (status == CUBLAS_STATUS_SUCCESS) { return; }
-        throw std::runtime_error(format("cuBLASLt: %s: %s (with CUBLASLT_LOG_LEVEL=1 it says why)",
+        throw std::runtime_error(format("cuBLASLt: %s: %s (CUBLASLT_LOG_LEVEL=1 shows why)",
                                         what.c_str(), cublasLtGetStatusString(status)));
     }
 

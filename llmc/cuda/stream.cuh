@@ -14,7 +14,7 @@
 
 namespace cuda {
 
-// A cudaEvent_t with owners. Streams that wait for it still do after it is destroyed.
+// A cudaEvent_t with owners. Streams that already wait for it keep waiting after it is destroyed.
 using EventHandle = std::shared_ptr<CUevent_st>;
 inline EventHandle new_event(unsigned flags) {
     cudaEvent_t event;
@@ -25,7 +25,7 @@ inline EventHandle new_event(unsigned flags) {
 // Whether the status that cudaEventQuery or cudaStreamQuery returned says that all is complete.
 inline bool is_complete(cudaError_t status) {
     if (status == cudaErrorNotReady) {
-        cudaGetLastError();  // clears it, or what next calls cudaGetLastError would report it
+        cudaGetLastError();  // clears it, or the next caller of cudaGetLastError would get it
         return false;
     }
     cudaCheck(status);
@@ -75,7 +75,7 @@ private:
 // The time at which a stream came to a point, by the GPU's clock. Copies refer to the same one.
 class Timestamp {
 public:
-    // True once it is complete; for NCCL's streams, as a hosted one may not have recorded it yet.
+    // True once it is complete. Only for NCCL's streams: a hosted stream may not have recorded it yet.
     bool query() const { return is_complete(cudaEventQuery(handle.get())); }
 
 private:

@@ -47,7 +47,7 @@ inline int local_number(const Process& process, const std::vector<std::string>& 
     return is_taken_twice ? before : process.local_rank;
 }
 
-// UserError unless each worker has as many ranks on each of its GPUs: else one may have failed.
+// UserError unless each worker has the same number of ranks on each of its GPUs: else a GPU may have failed.
 // devices: of all processes
 inline void check_shares(const Process& process, const std::vector<std::string>& devices) {
     for (int first = 0; first < process.size(); first += process.ranks) {
@@ -55,8 +55,8 @@ inline void check_shares(const Process& process, const std::vector<std::string>&
         for (int r = 0; r < process.ranks; r++) { ranks[devices[size_t(first + r)]]++; }
         for (const auto& [device, count] : ranks) {
             if (count == ranks[devices[size_t(first)]]) { continue; }
-            throw UserError(process.member(first) + " and its worker's other ranks share GPUs unevenly: see "
-                            "in nvidia-smi whether one has failed, or start as many ranks as there are GPUs");
+            throw UserError(process.member(first) + " and its worker's other ranks share GPUs unevenly: look "
+                            "in nvidia-smi for a failed GPU, or start as many ranks as there are GPUs");
         }
     }
 }
@@ -68,7 +68,7 @@ inline void check_interface(const Process& process, const std::vector<std::strin
         if (machines[size_t(i)] != machines[size_t(i / process.ranks * process.ranks)]) {
             throw UserError(
                 format("--interface would move the traffic inside worker %d, too, whose ranks are on several "
-                       "machines: give --outer-transport tcp, or leave it out",
+                       "machines: give --outer-transport tcp, or leave out --interface",
                        i / process.ranks));
         }
     }

@@ -11,7 +11,7 @@ struct Cause {
     std::string text() const { return process + " " + what; }
 };
 
-// Writes a failure down, unless another one is there. Returns the one that is written down; or `seen`, if the
+// Records a failure in the store unless one is already recorded. Returns the recorded one; or `seen`, if the
 // store has failed, too.
 inline Cause record_cause(Store& store, const Cause& seen) {
     try {
@@ -23,8 +23,8 @@ inline Cause record_cause(Store& store, const Cause& seen) {
     }
 }
 
-// The same for a failure that may be only a consequence, of a transport that does not say which process
-// failed: first waits two seconds for a process that knows more to write it down.
+// The same for a failure seen by a transport that does not say which process failed, so that it may be only a
+// consequence: first waits two seconds for a process that knows more to record the cause.
 inline Cause find_cause(Store& store, const Cause& seen) {
     try {
         for (Patience patience(2); !patience.is_over() && !store.try_get("cause");) { patience.pause(); }

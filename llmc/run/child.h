@@ -118,8 +118,8 @@ private:
         _exit(127);
     }
 
-    // Everyone on this machine can read a process's arguments. So the store's password is struck from them:
-    // the processes have the store from DILOCO_STORE.
+    // Everyone on this machine can read a process's arguments. So the store's password is removed from
+    // them: the processes take the store's URL from DILOCO_STORE.
     static void hide_password(const ChildSettings& settings) {
         const std::string& store = settings.store;
         const size_t end = store.rfind('@');

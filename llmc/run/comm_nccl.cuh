@@ -149,8 +149,8 @@ private:
         if (state != ncclInProgress) { require(state, "a collective"); }
     }
 
-    // Returns when the call is enqueued. Of a non-blocking communicator only its state says so, not the
-    // result of the call.
+    // Returns when the call is enqueued. For a non-blocking communicator only its state tells, not the result
+    // of the call.
     void settle(ncclResult_t result, const char* name) {
         if (is_outer && result == ncclSuccess) { result = ncclInProgress; }
         Patience patience(group.timeout);
@@ -204,7 +204,7 @@ private:
         return (names.size() > 1 ? "one of " : "") + list_in_words(names);
     }
 
-    // Adds the times of calls that have ended, which they do in the order in which they were made.
+    // Adds the times of calls that have ended. Calls end in the order in which they were made.
     void add_times() {
         for (; !timings.empty() && timings.front().end.query(); timings.pop_front()) {
             const Timing& done = timings.front();

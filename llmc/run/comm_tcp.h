@@ -79,7 +79,7 @@ public:
     int unacknowledged() const { return is_done() ? 0 : bytes_on_their_way(socket); }
 
 private:
-    // A header and the data behind it, in one direction. At first it is empty and done.
+    // A header and the data after it, in one direction. Initially it is empty and done.
     struct Flow {
         CallHeader header;
         char* data = nullptr;
@@ -292,7 +292,7 @@ private:
 
     // While members join: CommError if the run has failed meanwhile, or after the time limit.
     void check_joining(int peer, const Patience& patience) {
-        if (group.store.try_get("cause")) { fail(peer, "did not come"); }
+        if (group.store.try_get("cause")) { fail(peer, "did not join"); }
         if (!patience.is_over()) { return; }
         fail(peer, format("did not connect within %g s (--timeout)", group.timeout));
     }
@@ -324,7 +324,7 @@ private:
         return address;
     }
 
-    // Connects with the members of lower ranks, then takes the connections of those of higher ranks.
+    // Connects to the members of lower ranks, then accepts connections from those of higher ranks.
     void connect() {
         Patience patience(group.timeout);
         Listener listener(choose_address(patience));
@@ -369,7 +369,7 @@ private:
     std::vector<Link> links;      // by rank; this member's own is not used
     std::vector<pollfd> awaited;  // by rank, in move()
     uint64_t calls = 0;
-    std::atomic<uint64_t> moves{0};  // of data, of all calls
+    std::atomic<uint64_t> moves{0};  // how often data moved, in all calls
     std::vector<float> scratch;      // kept from call to call: calls run one after the other, on one stream
     std::exception_ptr failure;
 };

@@ -39,8 +39,8 @@ inline std::unique_ptr<Comm> make_outer_comm(const CommGroup& group, const std::
     if (transport == "tcp") { return std::make_unique<StagedComm>(make_comm_tcp(group)); }
     for (const char* name : {"NCCL_MAX_CTAS", "NCCL_MIN_NCHANNELS", "NCCL_MIN_NRINGS"}) {
         if (group.rank > 0 || atoi(environment(name).c_str()) < 2) { continue; }
-        fprintf(stderr, "warning: with %s=%s exchanges between workers may take more of the GPU than one SM, "
-                        "and collectives in a worker wait for them: --outer-transport tcp takes none\n",
+        fprintf(stderr, "warning: with %s=%s, exchanges between workers may take more than one SM of a GPU, "
+                        "and delay collectives in a worker: --outer-transport tcp takes none\n",
                 name, environment(name).c_str());
     }
     return std::make_unique<NcclComm>(group, true);

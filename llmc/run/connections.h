@@ -1,7 +1,7 @@
 // The TCP connections between the members of a communicator, each of which has one with every other. A member
 // publishes its address and a random word in the store, which only the run's processes can read:
 //     NAME/address/R     "WORD ADDRESS PORT"
-// It connects with every member of a lower rank, shows that member's word, and expects its own word in
+// It connects to every member of a lower rank, shows that member's word, and expects its own word in
 // return. Whoever connects without the word, such as a port scanner or a health check, is turned away.
 #pragma once
 #include <errno.h>
@@ -24,7 +24,7 @@
 #include "llmc/error.h"
 #include "llmc/run/store.h"
 
-// A socket that does not block, and that processes which this one starts do not inherit.
+// A non-blocking socket that child processes do not inherit.
 // A keepalive probe each minute keeps firewalls from forgetting an idle connection. Unanswered probes end it
 // only after two hours; long before that, its user has found the other side silent.
 class TcpSocket {
@@ -172,7 +172,7 @@ private:
     std::list<Guest> guests;
 };
 
-// Connects with a member that listens, as member `rank`, and checks that it answers with `own_word`.
+// Connects to a member that listens, as member `rank`, and checks that it answers with `own_word`.
 // goes_on(): called every tenth of a second; it throws to end the wait. An invalid socket, with errno, if the
 // member is gone.
 template <class GoesOn>

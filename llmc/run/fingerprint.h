@@ -1,6 +1,6 @@
 // Fingerprint: what the processes of a run must agree on, as (name, value) rows that they compare before they
 // train. Most rows are options, by their scope (option_table.h). The others are computed here: what an option
-// leads to (the model's shape, the initial parameters), or that something is given at all.
+// leads to (the model's shape, the initial parameters), or whether something is given at all.
 #pragma once
 #include <xxhash.h>
 

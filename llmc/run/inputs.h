@@ -31,8 +31,8 @@ inline GptShape resolve_shape(const Options& o, const Tokenizer* tokenizer) {
     if (is_model_file(o.model)) {
         if (o.layers || o.heads || o.channels || o.vocab_size || o.max_seq_len) {
             throw UserError(
-                "--layers, --heads, --channels, --vocab-size, --max-seq-len describe a new model, and -e " +
-                o.model + " is a finished one: leave them out");
+                "--layers, --heads, --channels, --vocab-size, --max-seq-len describe a new model, but -e " +
+                o.model + " is an existing one: leave them out");
         }
         return read_model_shape(o.model);
     }
@@ -216,7 +216,7 @@ inline void share_data(const Options& o, Process& process, Inputs& in) {
     for (int i = 0; i < process.size(); i++) {
         const int worker = i / o.ranks;
         if (all[size_t(i)] != all[size_t(worker * o.ranks)]) {
-            throw UserError(format("the ranks of worker %d differ in -b or -d: give all the same", worker));
+            throw UserError(format("the ranks of worker %d differ in -b or -d: give them the same", worker));
         }
         long total_batch = 0;
         sscanf(all[size_t(i)].c_str(), "%*d %ld", &total_batch);

@@ -5,7 +5,7 @@
 //     -pn N -pr R               llm.c's flags number them (world.h).
 //     --worker W --store URL    This worker's ranks are started here, the other workers elsewhere.
 //     none of these             All processes are started here, and meet in a fresh temporary folder.
-// Without --store, DILOCO_STORE counts: it keeps a password out of the list of processes.
+// Without --store, DILOCO_STORE is used: it keeps a password out of the list of processes.
 // If processes are started here, this one becomes their launcher (launcher.h): it starts its own program
 // again with DILOCO_WORKER and DILOCO_RANK set, passes on their output, and ends when they have ended. It
 // restarts an elastic worker that has failed, with DILOCO_RESTART set to the number of restarts so far.
@@ -40,7 +40,7 @@ inline void check_launch_options(const Options& o) {
     }
     if (o.worker < -1 || o.worker >= o.workers) {
         throw UserError(format(
-            "--worker %d is none of the %d workers: give one of 0 to %d (and --workers if there are more)",
+            "--worker %d is out of range for %d workers: give 0 to %d, or a larger --workers",
             o.worker, o.workers, o.workers - 1));
     }
     if (o.run_name.empty()) { throw UserError("--run-name is empty: give the run a name"); }
@@ -62,17 +62,17 @@ inline void check_world(const World& world, const Options& o, long expected) {
         const std::string what =
             o.worker >= 0 ? format("worker %d has %d ranks", o.worker, o.ranks)
                           : format("%d workers x %d ranks are %ld processes", o.workers, o.ranks, expected);
-        throw UserError(format("%s %ld processes but %s: make --workers, --ranks and --worker agree with it",
+        throw UserError(format("%s %ld processes but %s: make --workers, --ranks and --worker match",
                                world.says().c_str(), world.size, what.c_str()));
     }
     if (world.number >= world.size) {
-        throw UserError(format("%s numbers this process %ld of %ld: start the processes anew",
+        throw UserError(format("%s numbers this process %ld of %ld: restart the processes",
                                world.program.c_str(), world.number, world.size));
     }
 }
 
-// The folder in which processes meet that were all started on this machine: it belongs to this user and their
-// job. Empty if they were not, and for elastic workers, whose log must outlive the job.
+// The folder in which the processes of a job meet if all were started on this machine; it belongs to this
+// user and job. Empty if they were not, and for elastic workers, whose log must outlive the job.
 inline std::string job_folder(const World& world, const Options& o) {
     const bool others_elsewhere = o.worker >= 0 && o.workers > 1;
     const bool is_usable = world.is_on_one_machine() && !others_elsewhere && !o.diloco.is_elastic();
@@ -137,7 +137,7 @@ inline Place find_place(const Options& o) {
     place.starts_others = expected > 1 || (o.diloco.is_elastic() && (o.elastic.restarts > 0 || needs_store));
     for (const char* name : {"PMI_RANK", "PMIX_RANK", "PALS_RANKID", "FLUX_TASK_RANK"}) {
         if (o.worker >= 0 || !place.starts_others || number_or_zero(name) == 0) { continue; }
-        throw UserError(format("%s says that another launcher than torchrun, mpirun or srun has started this "
+        throw UserError(format("%s says that a launcher other than torchrun, mpirun or srun has started this "
                                "process: number its processes with -pn, -pr and -pg", name));
     }
     return place;
@@ -151,8 +151,8 @@ public:
         const char* parent = getenv("TMPDIR");
         path = std::string(parent && *parent ? parent : "/tmp") + "/diloco-XXXXXX";
         if (!mkdtemp(&path[0])) {
-            throw UserError("no temporary folder " + path + " (" + strerror(errno) +
-                            "): set TMPDIR to a folder that can be written");
+            throw UserError("cannot make the temporary folder " + path + " (" + strerror(errno) +
+                            "): set TMPDIR to a writable folder");
         }
         descriptor = open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
         if (descriptor >= 0) { flock(descriptor, LOCK_SH); }
@@ -185,7 +185,7 @@ inline std::vector<LaunchedRun> runs_to_start(const Options& o) {
 
 // Returns this process, which has not met the others yet. In a launcher it does not return but exits with its
 // status: call it before anything is written. Throws UserError.
-// waits_for_store: if it is away
+// waits_for_store: if the store is down
 inline Process launch(const Options& o, bool waits_for_store, char** argv) {
     const Place place = find_place(o);
     if (place.starts_others) {

@@ -1,12 +1,12 @@
 // Launcher: starts processes of this program on this machine and watches them until the last has ended.
-//   - Their output comes through pipes, line by line, after "[worker.rank] " (process 0's without). Lines
-//     "error: ..." are printed when their run has ended, each once.
+//   - Their output comes through pipes and is passed on line by line, prefixed with "[worker.rank] " unless
+//     it is process 0's. Lines "error: ..." are held back until their run has ended; each is printed once.
 //   - The first process that fails ends its run: the others get SIGTERM, and SIGKILL some seconds later. The
-//     launcher's last line names it, unless it gave its reason itself; its status is the launcher's.
-//   - Elastic workers are a run each. One that fails is restarted a few times, but not after a request to
-//     stop, nor after a user's mistake at its first start, nor if another process has taken its place: two
-//     launchers of one worker would end each other's processes in turn. The status is 2 if the first to fail
-//     made a user's mistake, else 0 if one completes.
+//     launcher exits with that process's status, and names the process unless it printed an error itself.
+//   - Each elastic worker is a run of its own. If it fails, it is restarted a few times, but not after a
+//     request to stop, nor after a user's mistake at its first start, nor if another process has taken its
+//     place: two launchers of one worker would end each other's processes in turn. The exit status is 2 if
+//     the first worker to fail made a user's mistake, else 0 if one completes.
 //   - SIGINT, SIGTERM and SIGHUP are passed on, unless they are ignored (nohup), and end the run. If the
 //     launcher is killed, the kernel kills the processes.
 //   - Processes that stop gracefully (stop.h) have all the time they need after a first SIGTERM, SIGUSR1 or
@@ -40,8 +40,8 @@ class Restarts {
 public:
     explicit Restarts(int most) : most(most) {}
 
-    // Of a worker that has failed `lived` seconds after its last start. Returns the seconds to wait before
-    // the next start; 0: there is none.
+    // For a worker that has failed `lived` seconds after its last start: the seconds to wait before the next
+    // start; 0: there is none.
     double next(double lived) {
         if (lived >= 600) { count = 0; }
         if (count >= most) { return 0; }
@@ -75,7 +75,7 @@ struct LaunchedRun {
         const int signal = culprit->status - 128;
         return (children.size() == 1 ? name() : culprit->name()) +
                (signal > 0 ? format(" was killed by signal %d (%s)", signal, strsignal(signal))
-                           : format(" left with exit code %d", culprit->status));
+                           : format(" exited with code %d", culprit->status));
     }
 
     std::vector<Child> children;
@@ -171,7 +171,7 @@ private:
         poll(polled.data(), polled.size(), poll_milliseconds());
     }
 
-    // For ever, unless time alone makes something happen: a SIGTERM, a SIGKILL or a restart.
+    // -1, for ever, unless something is due at a certain time: a SIGTERM, a SIGKILL or a restart.
     int poll_milliseconds() const {
         auto is_quiet = [](const LaunchedRun& run) { return run.state == State::over || !run.is_ending(); };
         auto has_just_ended = [](const LaunchedRun& run) {
@@ -256,7 +256,7 @@ private:
         const bool is_stdout = to == STDOUT_FILENO;
         make_room();
         write_all(is_stdout ? STDERR_FILENO : STDOUT_FILENO,
-                  format("warning: %s cannot be written (%s): lines are lost there, and the run goes on\n",
+                  format("warning: %s cannot be written (%s): lines are lost there, and the run continues\n",
                          is_stdout ? "standard output" : "standard error", why));
     }
 
@@ -279,7 +279,7 @@ private:
 
     // ---- signals and ends
 
-    // Writes nothing but the answer to a request: it also runs while a reader stalls.
+    // Prints nothing but the reply to a request to stop, as it also runs while a reader stalls.
     void watch() {
         signalfd_siginfo info;
         while (read(signals, &info, sizeof info) == sizeof info) {
@@ -343,7 +343,7 @@ private:
                 run.end_within(grace_seconds);
                 run.signal(SIGTERM);
             } else if (!run.is_ending() && (!failed || child.status > failed->status)) {
-                failed = &child;  // of several since the last look: one that only lost a peer has status 1
+                failed = &child;  // if several failed since the last look: status 1 may mean a lost peer
             }
         }
         if (failed) { blame(run, *failed); }
@@ -355,14 +355,14 @@ private:
         run.end_within(agreement_seconds + grace_seconds);
     }
 
-    // Does what may have to wait for a reader.
+    // Does the work that may have to wait for a reader of the output.
     void look_after(LaunchedRun& run) {
         if (run.state == State::waiting && now_seconds() >= run.restart_time) { restart(run); }
         if (run.state != State::running || !run.has_ended()) { return; }
         run.state = State::over;
         for (Child& child : run.children) {
             relay(child);
-            // Its worker's other ranks stop with it, and may end before it.
+            // The other ranks of a replaced worker stop, too, and may end first.
             if (run.culprit && child.status == replaced_status) { run.culprit = &child; }
         }
         print_errors(run);
@@ -414,16 +414,16 @@ private:
         } else {
             give_up(run);
             if (is_replaced) {
-                line += "; it is not restarted: another process is this worker now";
+                line += "; it is not restarted: another process has taken its place";
             } else if (most > 0 && !requested_by) {
-                line += format("; none of %d restarts is left", most);
+                line += format("; all %d restarts are used up", most);
             }
         }
         if (is_elastic && !is_mistake(run)) { say(line); }
     }
 
-    // Whether a user's mistake, which was printed, ended the run. Only at the first start: later one may have
-    // another reason, such as a folder that is away for a while.
+    // Whether a user's mistake, which was printed, ended the run. Only at the first start: at a later one,
+    // status 2 may have another reason, such as a folder that is unavailable for a while.
     static bool is_mistake(const LaunchedRun& run) {
         return run.culprit->status == 2 && !run.culprit->errors.empty() && run.restarts.count == 0;
     }

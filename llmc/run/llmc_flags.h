@@ -100,7 +100,7 @@ struct LlmcFlags {
         char* end = nullptr;
         const long n = strtol(value.c_str(), &end, 10);
         if (value.empty() || value.size() > 9 || *end || n < least) {
-            throw UserError(format("%s is '%s', which is no whole number of at least %ld: correct it",
+            throw UserError(format("%s is '%s', which is not a whole number of at least %ld: correct it",
                                    flag.c_str(), value.c_str(), least));
         }
         return n;
@@ -156,7 +156,7 @@ inline std::vector<std::string> translate_llmc_flags(
 // -f 0: no TF32, no bf16.
 inline bool wants_exact_matmuls(const LlmcFlags& flags) {
     const long tf32 = flags.number("-f", 1, 0);
-    if (tf32 > 1) { throw UserError("-f is 0 (exact matmuls) or 1: correct it"); }
+    if (tf32 > 1) { throw UserError("-f must be 0 (exact matmuls) or 1: correct it"); }
     return tf32 == 0;
 }
 
@@ -176,7 +176,7 @@ inline std::optional<World> llmc_world(const LlmcFlags& flags) {
     }
     if (started || (size == 1 && number == 0)) { return std::nullopt; }
     if (!flags.has("-pn")) {
-        throw UserError("-pr numbers this process, but how many are there? Give -pn");
+        throw UserError("-pr gives this process's number, but not how many there are: give -pn");
     }
     if (!flags.has("-pr")) {
         throw UserError(
@@ -186,7 +186,7 @@ inline std::optional<World> llmc_world(const LlmcFlags& flags) {
     }
     if (number >= size) {
         throw UserError(
-            format("-pr %ld is none of the %ld processes of -pn: give 0 to %ld", number, size, size - 1));
+            format("-pr %ld is out of range for -pn %ld: give 0 to %ld", number, size, size - 1));
     }
     World world;
     world.number = number;
@@ -201,12 +201,12 @@ inline std::string llmc_store(const LlmcFlags& flags, const std::string& store) 
     if (way == "tcp" && store.empty() && environment("DILOCO_STORE").empty()) {
         const std::string host = flags.has("-ps") ? flags.text("-ps") : "HOST";
         throw UserError(
-            "-pi tcp is a server inside llm.c; here processes meet in a server of its own: start "
+            "-pi tcp is a server inside llm.c; here processes meet at a separate server: start "
             "scripts/multi_node/redis_server.sh there and give --store redis://" +
             host + ":6379, or meet in a folder that all see (-pi fs -pf DIR)");
     }
     if (!way.empty() && way != "mpi" && way != "fs" && way != "tcp") {
-        throw UserError("-pi " + way + " is none of mpi, fs and tcp: correct it");
+        throw UserError("-pi " + way + " is unknown: give mpi, fs or tcp");
     }
     if (way != "fs") { return store; }
     std::string folder = flags.text("-pf");

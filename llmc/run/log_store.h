@@ -1,6 +1,6 @@
-// LogStore: where a sync log lies (streaming/elastic/README.md: keys). A value lies under a folder and a name
-// in it. There are three kinds: in Redis (streaming/elastic/log_store_redis.h), a folder (log_store_file.h)
-// and a bucket (log_store_s3.h).
+// LogStore: where a sync log is stored (its keys: streaming/elastic/README.md). A value has a name in a
+// folder. There are three kinds of store: Redis (streaming/elastic/log_store_redis.h), a directory
+// (log_store_file.h) and a bucket (log_store_s3.h).
 #pragma once
 #include <algorithm>
 #include <chrono>
@@ -11,12 +11,12 @@
 
 #include "llmc/clock.h"
 
-// A request may be repeated after its answer was lost: doing it twice does no harm.
+// A request may be repeated after its answer was lost: all of them are idempotent.
 struct StoreRequest {
     // put and put_if_absent answer with the value that is there afterwards. remove without a name removes the
     // whole folder. list: names and values in a folder. folders: the folders whose names begin with `folder`.
     // In the next two, `folder` is the run's log and `name` a sync (README.md).
-    // decide: writes the entry if it is absent and all workers at work have lines with one hash. value:
+    // decide: writes the entry if it is absent and all workers at work have lines with the same hash. value:
     // "HASH ASKER MIN_WORKERS;required workers;dead workers". A store may do nothing instead.
     // decision: reads the entry, and perhaps the first chunks of payloads that it counts, except the caller's
     // own (`value`: the caller's start, README.md).
@@ -27,8 +27,8 @@ struct StoreRequest {
 };
 
 struct StoreAnswer {
-    bool lost = false;                           // the request may have been done or not
-    bool is_full = false;                        // lost because the store has no room; removals make some
+    bool lost = false;                           // the request may or may not have been done
+    bool is_full = false;                        // lost because the store is full; removing values makes room
     std::string trouble;                         // why it was lost, for people
     bool found = false;                          // get, decision
     std::string value;                           // get, put, put_if_absent, decision
@@ -100,7 +100,7 @@ public:
             }
         }
     }
-    // About settings that endanger the run, as they were when the store was opened.
+    // A warning about settings that endanger the run, as found when the store was opened; else "".
     virtual std::string warning() const { return ""; }
 
 protected:

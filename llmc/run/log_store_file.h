@@ -4,8 +4,8 @@
 // appear whole: written as ROOT/.new/TOKEN.n, then renamed, or linked where the first one wins.
 //
 // After a power cut: a value that was put if absent (entries, lines, payloads) is on the disk with its name
-// before the answer. A value that was put (beats, positions of checkpoints) may be lost: beats come anew, and
-// older positions only keep payloads longer.
+// before the answer. A value that was put (beats, positions of checkpoints) may be lost: beats are written
+// again, and an older position only keeps payloads longer.
 //
 // A killed process leaves at most one file in .new. A process that opens the store removes files there that
 // are ten minutes old by the file server's clock; if a stopped process still needs one, its request is lost
@@ -42,7 +42,7 @@ public:
         } catch (const ValueFileError& error) {
             if (may_pass(error.error)) { throw TemporaryFailure(error.what()); }
             throw UserError(std::string(error.what()) +
-                            ": give --store a folder that can be written, of a file system that has links");
+                            ": give --store a folder that can be written, on a file system with hard links");
         }
     }
 
@@ -51,7 +51,7 @@ public:
         StoreAnswer answer;
         try {
             switch (request.kind) {
-                case StoreRequest::decide: break;  // workers do it, by what they list
+                case StoreRequest::decide: break;  // the workers do it, from their listings
                 case StoreRequest::decision: return perform({StoreRequest::get, folder + "/entry", name});
                 case StoreRequest::get:
                     if (std::optional<std::string> value = get(folder, name)) {

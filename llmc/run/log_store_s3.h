@@ -54,7 +54,7 @@ private:
 
     static bool is_of_lines(const StoreRequest& one) { return one.folder.find("/sent/") != std::string::npos; }
 
-    // Which snapshots are wanted must be newer than the rest.
+    // A list of wanted snapshots must be read after the requests before it, not beside them.
     static bool may_go_with(const StoreRequest& first, const StoreRequest& next) {
         const std::string want = "/want", &folder = next.folder;
         const bool is_last = next.kind == Kind::list && folder.size() > want.size() &&
@@ -70,8 +70,8 @@ private:
         return next.kind == Kind::get || (is_list && !is_write);
     }
 
-    // At the same time, in no order. What is read beside a large value arrives when that does, so that of two
-    // workers that write and read so, the later one finds the other's value. Adds no answers if it throws.
+    // Sends the group in parallel. Reads beside a large write are delayed so that they arrive with it: of two
+    // workers that do so, the later one then finds the other's value. Adds no answers if it throws.
     void perform_together(const std::vector<StoreRequest>& group, std::vector<StoreAnswer>& all) {
         std::vector<StoreAnswer> found(group.size());
         std::vector<S3Request> requests;
@@ -81,7 +81,7 @@ private:
         double& lead = leads[is_large ? size_t(std::ilogb(requests[0].body->size())) : 0];
         for (size_t i = 1; is_large && i < requests.size(); i++) { requests[i].after = lead; }
         std::vector<S3Answer> answers = client.ask_all(requests);
-        if (is_large) {  // one slow way does not delay the next questions by as much
+        if (is_large) {  // one slow write must not delay the next reads by as much
             const double took = answers[0].seconds - answers[1].seconds;
             lead = std::clamp(took + 0.01, 0.01, 2 * lead + 0.25);
         }
@@ -119,7 +119,7 @@ private:
         for (StoreAnswer& one : found) { all.push_back(std::move(one)); }
     }
 
-    // Of two that put a value if there is none: the first one's.
+    // The value that another process was the first to put there.
     std::string winner(const Place& place) {
         S3Answer answer = client.ask({"GET", key(place)});
         if (!answer.found()) { throw RunError("the value that was there is gone"); }
@@ -140,7 +140,7 @@ private:
         return {"PUT", key({one.folder, one.name}), "", &one.value, one.kind == Kind::put_if_absent};
     }
 
-    // Of the keys that are listed: the values of a folder, or all below folders whose names begin so.
+    // The prefix of the keys to list: a folder's values, or all below folders whose names begin like this.
     std::string begin_of(const StoreRequest& one) const {
         if (one.kind != Kind::folders) { return path(one.folder); }
         const size_t last = one.folder.rfind('/') + 1;  // 0: there is only one part
@@ -168,7 +168,7 @@ private:
         return place;
     }
 
-    // All that a listing holds, whose first page is `page`.
+    // All places in a listing whose first page is `page`.
     std::vector<Place> places_in(const StoreRequest& one, S3Answer page) {
         std::vector<Place> found;
         const std::string begin = client.prefix() + begin_of(one);
@@ -195,6 +195,6 @@ private:
 
     S3Client client;
     const std::string root;
-    // By which a large value's way is longer than a question's, in seconds: of 2^i to 2^(i+1) bytes.
+    // By how many seconds a large write (2^i to 2^(i+1) bytes) takes longer to the store than a read.
     std::array<double, 64> leads{};
 };

@@ -4,7 +4,7 @@
 //                   object a line, "type" first. dev/tools/metrics.md explains every type and field
 //   StatusLine      on a terminal one live line, rewritten in place; piped, a plain line every few seconds
 // Times are in seconds; "time" counts from the start of the log. Every line is written at once: a reader may
-// follow. A line for which the disk has no room is lost, and the run goes on.
+// follow. A line for which the disk has no room is lost, and the run continues.
 #pragma once
 #include <sys/ioctl.h>
 #include <unistd.h>
@@ -88,7 +88,7 @@ private:
 };
 
 // The version of metrics.jsonl (dev/tools/metrics.md). Readers ignore types and fields that they do not know:
-// a new one leaves the version as it is; one that goes, or changes its meaning, raises it.
+// adding one keeps the version; removing one, or changing its meaning, raises it.
 constexpr int metrics_version = 2;
 
 struct RunMetrics {
@@ -124,8 +124,8 @@ inline void refuse_models(const std::string& folder) {
         const std::filesystem::path name = entry.path().filename();
         const bool is_of_run = name.string().rfind("model_", 0) == 0 || name.string().rfind("state_", 0) == 0;
         if (is_of_run && name.extension() == ".bin") {
-            throw UserError(folder + " already holds the models of a run: give another -o, or -y 1 to go on "
-                                     "with it, or remove them");
+            throw UserError(folder + " already holds the models of a run: give another -o, or -y 1 to "
+                                     "resume it, or remove them");
         }
     }
 }
@@ -259,7 +259,7 @@ private:
         if (!log) { return kept; }
         std::string line;
         off_t bytes = 0;
-        bool is_cut = false, is_beginning = true;  // what stays is the file's beginning: that needs no room
+        bool is_cut = false, is_beginning = true;  // is_beginning: truncating is enough, which needs no room
         while (std::getline(log, line) && !log.eof()) {
             if (!is_kept(line, cut)) {
                 is_cut = true;
@@ -323,7 +323,7 @@ private:
 
     void print(const LogFile& file, const std::string& line) {
         if (!file || append(fileno(file.get()), line + "\n") || std::exchange(has_lost_lines, true)) { return; }
-        fprintf(stderr, "warning: a log cannot be written (%s): lines are lost there, and the run goes on\n",
+        fprintf(stderr, "warning: a log cannot be written (%s): lines are lost there, and the run continues\n",
                 strerror(errno));
     }
 

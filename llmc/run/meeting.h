@@ -37,8 +37,9 @@ public:
         return index == 0 ? gather() : answer();
     }
 
-    // Whether another process has claimed this one's place since the last call. Tells that process so.
-    bool is_displaced() {
+    // Tells a process that has claimed this one's place since the last call that the place is taken. Returns
+    // whether there was one.
+    bool refuse_rival() {
         std::optional<std::string> holder = store.try_get(join_key(index));
         if (!holder) { claim_place(); }  // a process that was refused has withdrawn its claim
         if (!holder || *holder == nonce || *holder == last_rival) { return false; }
@@ -95,7 +96,7 @@ private:
     std::string answer() {
         std::string id;
         while (true) {
-            if (is_displaced()) { throw UserError(claim(index)); }
+            if (refuse_rival()) { throw UserError(claim(index)); }
             if (store.try_get("refused/" + nonce)) {
                 // Lets process 0, if it is there, see the refusal, which the next run must not see.
                 for (Patience sight(2); !sight.is_over() && !is_refused_by_roster();) { sight.pause(); }
@@ -122,10 +123,10 @@ private:
         store.set("roster", roster);
     }
 
-    // If two live processes are in one place: tells all processes that have joined, and leaves.
+    // If two live processes claim one place: tells all processes that have joined, and throws.
     void refuse_claims(const std::vector<std::string>& joined) {
         for (int i = 0; i < int(names.size()); i++) {
-            const bool is_own = i == 0 && is_displaced();  // then the other one has not seen it yet
+            const bool is_own = i == 0 && refuse_rival();  // then the rival does not know it yet
             if (is_own || store.try_get("refused/" + joined[size_t(i)])) {
                 publish("!" + claim(i), joined);
                 if (!is_own) { forget_claim(i, joined[size_t(i)]); }
@@ -165,7 +166,7 @@ private:
     void wait_for(const std::vector<std::string>& missing) {
         if (patience.is_over()) {
             throw TemporaryFailure(
-                format("%s did not come to %s within %g s: start all workers with the same --store, "
+                format("%s did not join at %s within %g s: start all workers with the same --store, "
                        "--run-name, --workers and --ranks, or raise --timeout",
                        list_in_words(missing).c_str(), everything->url().c_str(), timeout));
         }
@@ -192,7 +193,7 @@ private:
 // Keeps this process's place while it trains: a process that claims it later is told so, and leaves.
 class PlaceKeeper {
 public:
-    // refuses: later claims. Otherwise a later claim succeeds.
+    // refuses: whether later claims are refused. Otherwise they succeed.
     PlaceKeeper(std::unique_ptr<Meeting> meeting, bool refuses) : meeting(std::move(meeting)) {
         if (refuses) { thread = std::thread([this] { run(); }); }
     }
@@ -204,7 +205,7 @@ public:
         work();
     }
 
-    // Keeps the place no longer, and removes the keys of the meeting.
+    // Gives up the place, and removes the keys of the meeting.
     void leave(const std::string& id) {
         stop();
         meeting->forget(id);
@@ -225,7 +226,7 @@ private:
         std::unique_lock<std::mutex> lock(mutex);
         while (!changed.wait_for(lock, std::chrono::seconds(1), [&] { return closing; })) {
             try {
-                meeting->is_displaced();
+                meeting->refuse_rival();
             } catch (...) {}  // the store is down: training does not need it, and the next look may succeed
         }
     }

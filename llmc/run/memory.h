@@ -30,16 +30,16 @@ struct MemoryNeed {
 
 const double program_bytes = 20e6;  // a process without a model
 
-// Activations of B x T tokens, as allocate_activations() in train_gpt.cu takes them. What fills an array's last
-// page (llmc/cpu/buffer.h) is left out: it matters only in runs that take little.
+// Activations of B x T tokens, as allocate_activations() in train_gpt.cu takes them. The unused rest of an
+// array's last page (llmc/cpu/buffer.h) is left out: it matters only in small runs.
 inline double activation_bytes(const GptShape& shape, int recompute, MatmulPrecision precision,
                                double tokens) {
     const double C = shape.channels, L = shape.layers;
     const double once = 4 * C + shape.padded_vocab_size, of_a_layer = 2 * C;
     const double rounded = C * (8 + 8 * L + 4 * (recompute >= 1 ? 1 : L) + (recompute >= 2 ? 1 : 2 * L));
     const size_t size = device::activation_size(precision);
-    // Where products round, they round gradients in fp32, the largest of which are the logits', into scratch.
-    // GELU's backward has scratch in fp32.
+    // Where matmuls round, fp32 gradients are rounded into scratch; the logits' are the largest. GELU's
+    // backward also has scratch, in fp32.
     const bool rounds = size < sizeof(floatX);
     const double scratch = rounds ? std::max(C, double(shape.padded_vocab_size)) : 0;
     const double of_floats = 3 + L * (4 + shape.heads) + 2 + (rounds ? 4 * C : 0);
@@ -107,13 +107,13 @@ inline HostMemory host_memory() {
 }
 
 [[noreturn]] inline void refuse_memory(double needed, double there, const std::string& where) {
-    throw UserError(format("this run needs about %.2f GB of memory%s, and there are %.2f GB: lower -b, -t or "
-                           "the model's sizes, or raise -r", needed / 1e9, where.c_str(), there / 1e9));
+    throw UserError(format("this run needs about %.2f GB of memory%s, but there are only %.2f GB: lower -b, "
+                           "-t or the model's sizes, or raise -r", needed / 1e9, where.c_str(), there / 1e9));
 }
 
 inline void warn_if_too_little(double needed, double available, const std::string& where) {
     if (needed <= available) { return; }
-    fprintf(stderr, "warning: this run takes about %.2f GB of memory%s, and other programs leave %.2f\n",
+    fprintf(stderr, "warning: this run takes about %.2f GB of memory%s, but other programs leave %.2f GB\n",
             needed / 1e9, where.c_str(), available / 1e9);
 }
 
@@ -155,7 +155,7 @@ void check_memory(const Options& o, OuterBytes outer_bytes) {
 }
 
 // The same on a GPU, once it is chosen.   returns the device
-inline device::Device with_room(const device::Device& device, const MemoryNeed& need) {
+inline device::Device checked_for_memory(const device::Device& device, const MemoryNeed& need) {
     const double needed = need.device + need.outer_device;
     const auto [free, there] = device::memory_size();
     if (needed > there) { refuse_memory(needed, there, " on " + device.name); }

@@ -1,5 +1,5 @@
-// Neighbours: the other processes of a run on this machine, and whether they are alive. Through shared memory
-// and NVLink no process hears that its peer has died, and NCCL does not say it either.
+// Neighbours: the other processes of a run on this machine, and whether they are alive. A process does not
+// notice that a peer behind shared memory or NVLink has died, and NCCL does not report it either.
 #pragma once
 #include <signal.h>
 #include <unistd.h>
@@ -27,12 +27,12 @@ public:
         }
     }
 
-    // Of a process of this namespace: "PLACE PID BIRTH"; without a birth if nobody can say it.
+    // How a process of this namespace introduces itself: "PLACE PID BIRTH", without BIRTH if it is unknown.
     static std::string introduction(int pid) {
         return place() + format(" %d %s", pid, birth_of(pid).value_or("").c_str());
     }
 
-    // The number among all processes of one that has died; -1: none has.
+    // The index, among all processes, of one that has died; -1: none has.
     int dead() const {
         int i = int(watched.size()) - 1;
         while (i >= 0 && (watched[size_t(i)].pid == 0 || !is_dead(watched[size_t(i)]))) { i--; }
@@ -45,14 +45,14 @@ private:
         std::string birth;
     };
 
-    // Within which process numbers are unique: "HOST/BOOT pid:[NUMBER]".
+    // The scope within which PIDs are unique: "HOST/BOOT pid:[NUMBER]".
     static std::string place() {
         char name[64] = "";
         return machine_name() + (readlink("/proc/self/ns/pid", name, sizeof name - 1) > 0 ? " " : "") + name;
     }
 
     // When a process began, in the kernel's ticks (proc(5): field 22 of stat). "" once it has ended, even if
-    // its parent has not noticed yet. None if nobody can say, as without free file descriptors.
+    // its parent has not noticed yet. None if it is unknown, as without free file descriptors.
     static std::optional<std::string> birth_of(int pid) {
         std::string line, state, birth;
         std::ifstream stat(format("/proc/%d/stat", pid));

@@ -10,20 +10,20 @@
 #include "llmc/outlier.h"
 #include "llmc/run/options.h"
 
-// Options of a section that this run would ignore.   user: whose they are   needed: the option that uses them
+// Refuses options of a section that this run ignores.   user: what they are for   needed: what turns that on
 inline void refuse_ignored(const Options& o, const std::string& section, const std::string& user,
                            const std::string& needed) {
     const std::vector<std::string> ignored = changed_in_section(o, section);
     if (ignored.empty()) { return; }
     const bool is_one = ignored.size() == 1;
     throw UserError(list_in_words(ignored) + (is_one ? " is for " : " are for ") + user + ": add " + needed +
-                    ", or leave " + (is_one ? "it" : "them") + " out, of a --config file too");
+                    ", or leave " + (is_one ? "it" : "them") + " out, also of a --config file");
 }
 
 inline void check_elastic(const Options& o) {
     if (!o.diloco.streams()) {
-        throw UserError("--outer-transport store carries fragments, and there is no outer optimizer: give "
-                        "--outer-optimizer nesterov, or leave it out");
+        throw UserError("--outer-transport store carries fragments, but there is no outer optimizer: give "
+                        "--outer-optimizer nesterov, or leave out --outer-transport");
     }
     if (o.diloco.outer_exchange == "all_to_all") {
         throw UserError("--outer-exchange all_to_all is for workers in lock-step: with --outer-transport "
@@ -41,15 +41,15 @@ inline void check_elastic(const Options& o) {
 
 inline void check_output(const Options& o) {
     if (o.resume && o.output.empty()) {
-        throw UserError("-y 1 resumes from the folder of the logs: give -o");
+        throw UserError("-y 1 resumes from the log folder: give -o");
     }
     if (o.save_every > 0 && o.output.empty()) {
         throw UserError(
-            format("-n %ld writes checkpoints into the folder of the logs: give -o", o.save_every));
+            format("-n %ld writes checkpoints into the log folder: give -o", o.save_every));
     }
-    const bool keeps_syncs = o.diloco.streams() && !o.diloco.is_elastic();  // the log has an elastic run's
+    const bool keeps_syncs = o.diloco.streams() && !o.diloco.is_elastic();  // an elastic run's are in its log
     if (keeps_syncs && o.save_every > 0 && o.save_every <= o.diloco.overlap) {
-        throw UserError(format("-n %ld must be larger than the %ld steps that a sync is in flight "
+        throw UserError(format("-n %ld must be larger than the %ld steps for which a sync is in flight "
                                "(--overlap)", o.save_every, o.diloco.overlap));
     }
 }
@@ -68,14 +68,14 @@ inline void check_options(const Options& o) {
                         "another with --hellaswag-data, or leave -h 1 out");
     }
     if (o.hellaswag && o.validate_every == 0) {
-        throw UserError("-h 1 evaluates HellaSwag with each validation, and -v 0 has none: give -v, or leave "
+        throw UserError("-h 1 evaluates HellaSwag with each validation, but -v 0 has none: give -v, or leave "
                         "-h 1 out");
     }
     const float limit = std::max(o.outliers.loss_zscore, o.outliers.norm_zscore);
     if (limit >= largest_zscore) {
         throw UserError(
             format("no z-score of %d values is above %.1f, so -sl and -sg of %g would skip nothing: give "
-                   "less, or 0", outlier_window_size, largest_zscore, double(limit)));
+                   "a smaller value, or 0", outlier_window_size, largest_zscore, double(limit)));
     }
     if (!runs_on_gpu && o.diloco.transport == "nccl") {
         throw UserError("--outer-transport nccl is for GPUs: leave it out, or use train_gpt");

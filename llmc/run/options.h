@@ -101,7 +101,7 @@ inline OptionTable option_table(Options& o) {
          Scope::derived},
         {"-o,--output", &o.output, "Folder for logs and models (none: nothing is written)", Scope::derived},
         {"--tokenizer", &o.tokenizer,
-         "Tokenizer file (default: tokenizer.bin beside the training data, or gpt2_tokenizer.bin here)",
+         "Tokenizer file (default: tokenizer.bin beside the training data, or ./gpt2_tokenizer.bin)",
          Scope::derived},
         {"--layers", &o.layers, "Number of layers (0: as -e says)", Scope::derived, size},
         {"--heads", &o.heads, "Number of attention heads (0: as -e says, or channels / 64)", Scope::derived,
@@ -111,11 +111,11 @@ inline OptionTable option_table(Options& o) {
          Scope::derived, CLI::Range(0, 65536)},
         {"--max-seq-len", &o.max_seq_len, "Positions of the model (0: as many as -t; GPT-3's: 2048)",
          Scope::derived, size},
-        {"--shuffle", &o.shuffle, "1: draw the order of sequences anew each epoch; 0: keep it",
+        {"--shuffle", &o.shuffle, "1: shuffle the sequences anew each epoch; 0: keep their order",
          Scope::run, zero_or_one},
         {"-a,--overfit", &o.overfit, "1: train on one batch again and again; 0: on all of the data",
          Scope::run, zero_or_one},
-        {"--seed", &o.seed, "Seed of everything random", Scope::run},
+        {"--seed", &o.seed, "Seed of all random numbers", Scope::run},
     });
     add_section(table, "Training step", true, {
         {"-b,--batch", &o.batch, "Sequences in a micro-batch of one process", Scope::derived,
@@ -127,12 +127,12 @@ inline OptionTable option_table(Options& o) {
         {"-x,--max-steps", &o.max_steps, "Steps to train for (-1: once through the data)", Scope::derived,
          at_least_minus_one},
         {"--matmul-precision", &o.matmul_precision,
-         "On the CPU: highest (fp32), high or medium (bf16 where the CPU is fast at it)", Scope::worker,
+         "highest: fp32; high or medium: bf16 on CPUs fast at it, TF32 on GPUs in fp32 builds", Scope::worker,
          one_of({"highest", "high", "medium"})},
         {"-r,--recompute", &o.recompute, "Recompute in the backward pass: 0 nothing, 1 GELU, 2 GELU and "
          "LayerNorm", Scope::worker, CLI::Range(0, 2)},
         {"--fuse-gelu", &o.fuse_gelu,
-         "Fuse GELU into matmuls, on the GPU: 0 no, 1 forward, 2 and backward (-1: 1 on Hopper and server "
+         "Fuse GELU into GPU matmuls: 0 no, 1 forward, 2 forward and backward (-1: 1 on Hopper and server "
          "Blackwell, else 0)", Scope::worker, CLI::Range(-1, 2)},
     });
     add_section(table, "Inner optimizer", true, {
@@ -151,7 +151,7 @@ inline OptionTable option_table(Options& o) {
          "-sl: skip an update whose loss is more than N standard deviations above the recent mean (0: never)",
          Scope::run, at_least_0},
         {"--skip-norm-zscore", &o.outliers.norm_zscore,
-         "-sg: the same by the norm of the gradient (0: never)", Scope::run, at_least_0},
+         "-sg: the same for the norm of the gradient (0: never)", Scope::run, at_least_0},
     });
     add_section(table, muon_section, o.uses_muon(), {
         {"--optimizer", &o.optimizer,
@@ -161,7 +161,7 @@ inline OptionTable option_table(Options& o) {
          "Muon's learning rate, on the schedule of -l; its weight decay is -c", Scope::run, at_least_0},
         {"--muon-momentum", &o.muon.momentum, "Muon's momentum (Nesterov's)", Scope::run, from_0_below_1},
     });
-    add_section(table, "Watching", true, {
+    add_section(table, "Evaluation and samples", true, {
         {"-v,--val-every", &o.validate_every, "Validate every N steps, and at the end (0: never)",
          Scope::lockstep, at_least_0},
         {"-m,--val-batches", &o.validation_batches, "Batches in a validation (0: all)", Scope::lockstep,
@@ -218,8 +218,8 @@ inline OptionTable option_table(Options& o) {
     });
     add_section(table, "Streaming DiLoCo", o.diloco.streams(), {
         {"-H,--inner-steps", &o.diloco.inner_steps,
-         "H: every fragment is exchanged once in H steps (0: 100 in runs of 100000 steps and more, else 30, "
-         "or a tenth of the steps, but at least 10; a resumed run keeps its own)", Scope::run},
+         "H: exchange every fragment once every H steps (0: 100 in runs of 100000 or more steps, else 30, "
+         "or a tenth of the steps if fewer, but at least 10; a resumed run keeps its own)", Scope::run},
         {"--fragment-layers", &o.diloco.fragment_layers,
          "Layers in a fragment (0: everything in one: classic DiLoCo)", Scope::run, at_least_0},
         {"--fragment-pattern", &o.diloco.fragment_pattern,
@@ -237,35 +237,35 @@ inline OptionTable option_table(Options& o) {
         {"--outer-dtype", &o.diloco.outer_format,
          "Number format on the wire: fp4, fp4_e2m1, fp8_e4m3, fp8_e5m2, bf16 or fp32", Scope::run},
         {"--outer-exchange", &o.diloco.outer_exchange,
-         "all_gather, or in lock-step with three workers and more all_to_all: fewer bytes, and means rounded "
+         "all_gather, or in lock-step with three or more workers all_to_all: fewer bytes, but means rounded "
          "once more (auto: the one that sends less)", Scope::run,
          one_of({"auto", "all_gather", "all_to_all"})},
         {"--outer-rounding", &o.diloco.outer_rounding, "nearest, or stochastic (unbiased)", Scope::run,
          one_of({"nearest", "stochastic"})},
         {"--outer-error-feedback", &o.diloco.outer_error_feedback,
-         "Add a fragment's rounding error when it is sent again (4 bytes a value, on the device)",
+         "Add a fragment's rounding error the next time it is sent (4 bytes a value, on the device)",
          Scope::run},
         {"--outer-weights", &o.diloco.outer_weights,
-         "Weights of workers in the mean: equal, or tokens (as many as each trained on; then each may have "
+         "Weights of workers in the mean: equal, or tokens (how many each trained on; each may then have "
          "its own -b and -d)", Scope::run, one_of({"equal", "tokens"})},
         {"--outer-transport", &o.diloco.transport,
          "What carries the exchange: tcp (formerly gloo); nccl (GPUs only, their default); or store, which "
          "makes workers elastic: they may be slow, die or join", Scope::run,
          one_of({"tcp", "nccl", "store", "gloo"})},
         {"--outer-offload", &o.diloco.offload,
-         "On GPUs: outer parameters and momentum in the host's memory, fetched when needed", Scope::worker},
+         "On GPUs: keep outer parameters and momentum in host memory; fetch them when needed", Scope::worker},
     });
     add_section(table, elastic_section, o.diloco.is_elastic(), {
         {"--restart", &o.elastic.restarts,
          "Restart a worker that has failed, up to N times in a row: ten minutes without a failure reset the "
          "count", Scope::worker, size},
         {"--min-workers", &o.elastic.min_workers,
-         "Workers that must have sent before any continues (0: more than half; of two, one)", Scope::run,
+         "Workers that must have sent before any continues (0: more than half, or one of two)", Scope::run,
          CLI::Range(0, 4096)},
-        {"--grace", &o.elastic.grace, "Seconds that a sync waits at its due step for workers that are alive",
+        {"--grace", &o.elastic.grace, "Seconds that a sync waits at its due step for live workers",
          Scope::worker, CLI::Range(0.0, 1e6)},
         {"--max-lag", &o.elastic.max_lag,
-         "Steps that a worker may be behind the newest sync before it jumps there (-1: tau)", Scope::worker,
+         "Steps that a worker may lag behind the newest sync before it jumps there (-1: tau)", Scope::worker,
          at_least_minus_one},
         {"--retain", &o.elastic.retain,
          "Syncs of each fragment whose payloads are kept for workers that come back", Scope::worker,
@@ -277,8 +277,8 @@ inline OptionTable option_table(Options& o) {
     return table;
 }
 
-// config.toml. Files of earlier versions set options that no longer exist; where they set what every run does
-// now, they are still read.
+// config.toml. Files of earlier versions may set options that no longer exist; they are still read if the
+// value is what every run does now.
 class ConfigFile : public CLI::ConfigTOML {
 public:
     std::vector<CLI::ConfigItem> from_config(std::istream& in) const override {
@@ -306,15 +306,15 @@ inline void add_other_options(CLI::App& app, Options& o) {
     add("--generate", o.generate, "Write text with the model of -e instead of training", "General");
     add("--options-table", o.print_table, "Print the table of options in Markdown and exit", "");
     add("--llmc-flags-table", o.print_llmc_table, "Print llm.c's flags in Markdown and exit", "");
-    app.footer("Of an option that is given several times, the last value counts.\n"
-               "llm.c's -z, -f and flags of two letters are taken as well: see --llmc-flags-table.\n\n"
+    app.footer("If an option is given several times, the last value counts.\n"
+               "llm.c's -z, -f and two-letter flags are accepted as well: see --llmc-flags-table.\n\n"
                "Exit status: 0 the run is complete; 1 it has failed, and -y 1 continues from its last "
-               "checkpoint; 2 a mistake to\ncorrect; 75 others did not come, or the store is away: "
+               "checkpoint; 2 a mistake to\ncorrect; 75 others did not join, or the store is unreachable: "
                "try again; 76 another process has taken this\nworker's place; 143 stopped by request, with a "
                "checkpoint (without -o, or at a second signal, there is none).");
 }
 
-// An option's value if nobody gives it.   name: without dashes
+// An option's default value.   name: without dashes
 inline std::string default_of(const std::string& name) {
     Options usual;
     CLI::App app;
@@ -363,7 +363,7 @@ inline void resolve_data(Options& o) {
         first_that_exists({shakespeare + "train.bin", "dev/" + shakespeare + "train.bin"});
     if (o.train_data.empty() && !found.empty() && !o.generate) {
         o.train_data = found;
-        o.notes.push_back("there is no -i: training on " + found);
+        o.notes.push_back("-i is not given: training on " + found);
         const std::string validation = found.substr(0, found.size() - strlen("train.bin")) + "val.bin";
         if (o.validation_data.empty()) { o.validation_data = first_that_exists({validation}); }
     }
@@ -485,7 +485,7 @@ inline std::vector<std::string> notes_on_repetitions(const CLI::App& app, const 
     return notes;
 }
 
-// A run's prompt must come back from its config.toml, where CLI11 does not quote everything correctly.
+// A run's prompt must survive in its config.toml, where CLI11 does not quote everything correctly.
 inline void check_prompt(const Options& o) {
     std::istringstream toml(o.toml);
     if (read_config(toml).prompt == o.prompt) { return; }

@@ -1,5 +1,5 @@
-// Process: this process among all of its run, and what these settle with each other around the training. An
-// elastic worker (which knows the others through the sync log alone) is a run of one worker.
+// Process: this process's place in its run, and what the processes settle with each other before and after
+// training. An elastic worker (which knows the others through the sync log alone) is a run of one worker.
 //     meet()                all are there and alive; keys of older runs in the same store are told apart
 //     check_fingerprint()   all were given the same options
 //     inner_group(), outer_group()   its peers: the ranks of this worker; the owners of this shard
@@ -54,7 +54,7 @@ struct Process {
         run_name += format("/worker %d", worker);
         first_worker = worker;
         workers = 1;
-        gives_way = true;  // the sync log tells the processes that were started before
+        gives_way = true;  // the earlier processes learn of it from the sync log
     }
 
     // Its number among all processes of the run.
@@ -96,7 +96,7 @@ struct Process {
             store->set("fingerprint/verdict", verdict.empty() ? "" : verdict.substr(strlen("; ")));
         }
         const std::string verdict = await("fingerprint/verdict", 0);
-        if (!verdict.empty()) { throw UserError(verdict + ": give all the same"); }
+        if (!verdict.empty()) { throw UserError(verdict + ": give all processes the same"); }
     }
 
     // The values that all processes give for `key`, in the order of the processes' numbers.

@@ -128,13 +128,13 @@ public:
             log_in(timeout);
             socket->limit_silence(silence);
         } catch (const ConnectionLost& error) {
-            // One that is closed at once may be a front whose server is away, or want TLS.
+            // If it was closed at once: a proxy whose server is down, or a server that wants TLS.
             const bool is_other =
                 strstr(error.what(), "Protocol error") || strstr(error.what(), "wrong version number");
             close();
             const char* other = address.tls ? "without TLS it is redis://)" : "over TLS it is rediss://)";
             const std::string text = "the server at " + where() + " does not answer like Redis (" +
-                                     error.what() + "): start this later, or correct --store (" + other;
+                                     error.what() + "): try again later, or correct --store (" + other;
             if (is_other) { throw UserError(text); }
             throw TemporaryFailure(text);
         } catch (...) {
@@ -193,7 +193,7 @@ private:
             reply = ask({"PING"});
         }
         if (begins_with(*reply, "LOADING")) {
-            throw TemporaryFailure("the store at " + where() + " still reads its data: start this later");
+            throw TemporaryFailure("the store at " + where() + " is still loading its data: try again later");
         }
         check(*reply);
     }
@@ -212,7 +212,7 @@ private:
                             where());
         }
         throw UserError("the store at " + where() + " refuses to serve (" + text +
-                        "): look at the server's settings");
+                        "): check the server's settings");
     }
 
     void send(const Words& words) {

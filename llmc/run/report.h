@@ -76,8 +76,8 @@ inline std::string outer_steps(const Options& o, long steps) {
     const double cost = after_110 * std::pow(110.0 / std::max(count, least), o.uses_muon() ? 0.5 : 0.8);
     const std::string text = format("%s, H = %ld", counted(count, "outer step").c_str(), H);
     if (o.workers == 1 || cost < 2) { return text; }
-    return text + format(", are few: expect a loss %s %.0f%% above data-parallel's, or more where outer "
-                         "rates are not tuned; a smaller -H or a longer run narrows it",
+    return text + format(": few, so expect a loss %s %.0f%% above data-parallel's, or more where outer "
+                         "rates are not tuned; a smaller -H or a longer run narrows the gap",
                          count < least ? "more than" : "some", cost);
 }
 
@@ -177,7 +177,7 @@ public:
 
     // Syncs whose means were merged in `step`.
     void syncs(long step, const std::vector<SyncReport>& reports) {
-        if (!reports.empty()) { totals.next_sync = 0; }  // with another H, the numbers are others
+        if (!reports.empty()) { totals.next_sync = 0; }  // with another H, the numbering differs
         for (const SyncReport& r : reports) {
             totals.syncs++;
             totals.next_sync = std::max(totals.next_sync, r.sync + 1);
@@ -189,7 +189,7 @@ public:
             for (int worker : r.not_finite) {  // every rank says so, since it concerns that rank's shard
                 status.print(
                     format("sync %ld, fragment %d, shard %d: the outer gradient of worker %d, or its part of "
-                           "the mean, is not finite: nobody applies it",
+                           "the mean, is not finite: no worker applies it",
                            r.sync, r.fragment, process.rank, worker));
             }
         }

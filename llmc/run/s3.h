@@ -45,7 +45,7 @@ struct S3Full : TemporaryFailure {
 };
 
 // The texts of an XML document's elements with the names of the elements around them, "Error/Code", in the
-// order of the document. RunError if it is none.
+// order of the document. RunError if it is not XML.
 inline std::vector<std::pair<std::string, std::string>> texts_of_xml(const std::string& document) {
     struct Reader {
         std::vector<std::pair<std::string, std::string>> texts;
@@ -69,12 +69,12 @@ inline std::vector<std::pair<std::string, std::string>> texts_of_xml(const std::
         static_cast<Reader*>(data)->text.append(text, size_t(length));
     });
     if (XML_Parse(parser.get(), document.data(), int(document.size()), XML_TRUE) != XML_STATUS_OK) {
-        throw RunError("the store's answer is not the XML of S3");
+        throw RunError("the store's answer is not S3's XML");
     }
     return std::move(reader.texts);
 }
 
-// That of the first element of this path; "" if there is none.
+// The text of the first element with this path; "" if there is none.
 inline std::string text_in_xml(const std::string& document, const std::string& path) try {
     for (const auto& [found, text] : texts_of_xml(document)) {
         if (found == path) { return text; }
@@ -91,14 +91,14 @@ inline bool are_keys_refused(const std::string& code) {
 class S3Client {
 public:
     // UserError if the URL or the environment is wrong.
-    // silence: seconds after which a connection counts as lost (at most 10). In check() its request has a
-    // second try: a store may let writes of one key wait for each other (SeaweedFS: each for a second).
+    // silence: seconds after which a connection counts as lost (at most 10). check() gives its request a
+    // second try: a store may serialize writes of one key (SeaweedFS: for a second each).
     S3Client(const std::string& url, double silence)
         : settings(s3_settings(url)), keys(settings.keys), silence(std::min(silence, 10.0)),
           patience(2 * this->silence) {
         static const CURLcode once = curl_global_init(CURL_GLOBAL_ALL);
         multi.reset(once == CURLE_OK ? curl_multi_init() : nullptr);
-        if (!multi) { throw RunError("libcurl does not start"); }
+        if (!multi) { throw RunError("libcurl cannot be initialized"); }
         curl_multi_setopt(multi.get(), CURLMOPT_MAX_HOST_CONNECTIONS, most_connections);
         curl_multi_setopt(multi.get(), CURLMOPT_MAXCONNECTS, most_connections);
     }
@@ -109,12 +109,12 @@ public:
         const std::string nothing;
         const S3Request write = {"PUT", ".check", "", &nothing, true};
         if (!ask(write).is_taken() && !ask(write).is_taken()) {
-            throw UserError("the store of " + where() + " ignores If-None-Match, so that no worker can be " +
-                            "the first to write: use one that has conditional writes (S3, R2, MinIO, Ceph, " +
+            throw UserError("the store of " + where() + " ignores If-None-Match, so two workers could both " +
+                            "be the first to write: use one with conditional writes (S3, R2, MinIO, Ceph, " +
                             "SeaweedFS)");
         }
         ask_all({{"GET", "", list_query(".check")}, {"GET", ".absent"}});
-        patience = std::min(silence, 5.0);  // from now on: its user asks again
+        patience = std::min(silence, 5.0);  // from now on the caller repeats requests
         is_served = true;
     }
 
@@ -163,7 +163,7 @@ public:
     const std::string& prefix() const { return settings.prefix; }
     std::string where() const { return "s3://" + settings.bucket + " at " + settings.endpoint; }
     std::string url() const { return settings.url; }
-    std::string local_address() const { return address; }  // on the last request's way
+    std::string local_address() const { return address; }  // that the last request came from
 
 private:
     struct Transfer {
@@ -179,7 +179,7 @@ private:
         long heard = -1;
     };
 
-    // curl must know of none of them any more when they are destroyed.
+    // Removes from curl the transfers that are still under way, before they are destroyed.
     struct Ended {
         CURLM* multi;
         std::vector<Transfer>& transfers;
@@ -291,8 +291,8 @@ private:
                               (keys != transfer.keys || is_served || code == "ExpiredToken");
         if (result == CURLE_OK && !may_pass) { refuse_if_final(answer, code); }
         if (result == CURLE_PEER_FAILED_VERIFICATION || result == CURLE_SSL_CACERT_BADFILE) {
-            throw UserError("the certificate of " + settings.endpoint + " is not to be trusted (" + lost +
-                            "): name the file of the authority that signed it in DILOCO_CA");
+            throw UserError("the certificate of " + settings.endpoint + " is not trusted (" + lost +
+                            "): set DILOCO_CA to the certificate of the authority that signed it");
         }
         const double now = now_seconds();
         if (transfer.failures++ == 0) { transfer.failed_since = transfer.heard_at; }
@@ -316,27 +316,27 @@ private:
             throw S3Full("the store of " + where() + " has no room (" + code + ")");
         }
         if (status == 501) {
-            throw UserError(where() + " does not implement what is needed (501): take a store that knows " +
+            throw UserError(where() + " lacks what is needed (501): use a store that supports " +
                             "If-None-Match");
         }
-        const bool is_proxys = status == 404 && code != "NoSuchBucket";  // whose store is not up
+        const bool is_proxys = status == 404 && code != "NoSuchBucket";  // of a proxy whose store is down
         const bool is_busy = status == 409 || status == 429 || status >= 500 || code == "RequestTimeout";
         if (is_busy || is_proxys) { return; }
         const std::string region = text_in_xml(answer.body, "Error/Region");
         const std::string said = format("%ld%s", status, code.empty() ? "" : (" " + code).c_str());
-        std::string advice = "look at the store's settings, or correct --store and AWS_ENDPOINT_URL";
+        std::string advice = "check the store's settings, or correct --store and AWS_ENDPOINT_URL";
         if (code == "NoSuchBucket") {
             advice = "create the bucket, or correct --store";
         } else if (code == "RequestTimeTooSkewed") {
-            advice = "set this machine's clock, which the signatures need";
+            advice = "set this machine's clock: signatures depend on it";
         } else if (status == 301 || status == 307 || !region.empty()) {
             advice = "set AWS_REGION to the bucket's region" + (region.empty() ? "" : ", " + region);
         } else if (code == "InvalidToken") {
-            advice = "correct AWS_SESSION_TOKEN, which must be of the same keys";
+            advice = "correct AWS_SESSION_TOKEN, which must belong to the same keys";
         } else if (code == "AccessDenied" || code == "AllAccessDisabled") {
             advice = "allow this key to get, put, delete and list below " + settings.url;
         } else if (status == 403 && code.empty()) {
-            advice = "correct AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or look at the proxies on the way";
+            advice = "correct AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or check the proxies on the way";
         } else if (status == 401 || status == 403) {
             advice = "correct AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION";
         }

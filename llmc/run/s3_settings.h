@@ -167,7 +167,7 @@ inline S3Settings s3_settings(const std::string& url) {
     const bool is_plain = s.endpoint.rfind("http://", 0) == 0;
     if (is_plain && !is_private_host(host)) {
         throw UserError(s.endpoint +
-                        " is a public address without TLS, which shows the run to others on the way: "
+                        " is a public address without TLS, over which others could read the run: "
                         "give https:// in AWS_ENDPOINT_URL");
     }
     const bool in_host =

@@ -69,8 +69,8 @@ inline void lock_folder(const Options& o, const Process& process) {
     for (Patience patience(2); descriptor >= 0 && flock(descriptor, LOCK_EX | LOCK_NB) != 0;) {
         if (errno != EWOULDBLOCK) { return; }  // this file system has no locks
         if (patience.is_over()) {
-            throw TemporaryFailure("a run that has not ended writes into " + o.output +
-                                   ": wait for its end, or give another -o");
+            throw TemporaryFailure("another run is still writing into " + o.output +
+                                   ": wait until it ends, or give another -o");
         }
         patience.pause();
     }
@@ -91,8 +91,8 @@ inline StateIdentity state_identity(const Options& o, const Process& process, lo
     return {step, process.worker, process.rank, o.workers, o.ranks, lineage, o.diloco.is_elastic()};
 }
 
-// Which lines of its logs a resumed run keeps: all but what the run does again. A run that was at its end
-// does that end again. An elastic worker that returns without a checkpoint joins at the other workers' step
+// Which lines of its logs a resumed run keeps: all but those that it will write again. A run that was at its
+// end repeats that end. An elastic worker that returns without a checkpoint joins at the other workers' step
 // and repeats nothing, so it keeps everything.
 inline std::optional<LogCut> log_cut(const Options& o, const Resumption& resumed, long steps) {
     if (!resumed.state && o.diloco.is_elastic() && o.resume) { return LogCut{steps, LONG_MAX, true}; }
@@ -138,8 +138,8 @@ struct Session {
     Session(const Options& o, Process& process, const Inputs& in, const std::vector<Fragment>& fragments,
             const std::vector<size_t>& sync_bytes, const MemoryNeed& memory, Resumption resumed_)
         : options(o), process(process), folder(checkpoint_folder(o, process)), resumed(std::move(resumed_)),
-          device(with_room(choose_device(process, o.diloco.streams() && o.diloco.transport == "nccl"),
-                           memory)),
+          device(checked_for_memory(choose_device(process, o.diloco.streams() && o.diloco.transport == "nccl"),
+                                    memory)),
           logger(made_and_locked(o, process), number_among_all(o, process), o.workers * o.ranks,
                  o.resume != 0, log_cut(o, resumed, in.steps)),
           status(stdout, process.terminal, process.terminal ? 0.1 : 5.0),
@@ -149,7 +149,7 @@ struct Session {
     // Connects the ranks of this worker, and the workers if they run in lock-step. The watchdog watches,
     // since NCCL's blocking calls would wait for ever for a process that has died.
     void connect() {
-        const Watchdog::Watch watch(watchdog, "the joining of the processes");
+        const Watchdog::Watch watch(watchdog, "the connection of the processes");
         watchdog.meet_neighbours(process);
         inner = device::make_inner_comm(process.inner_group());
         watchdog.guard(*inner);
@@ -165,7 +165,7 @@ struct Session {
             write_file(path, [&](OutputFile& file) { file.write(options.toml.data(), options.toml.size()); });
         } catch (const RunError& error) {
             if (!options.resume || !std::filesystem::exists(path)) { throw; }
-            status.print(std::string("warning: the old config.toml stays: ") + error.what());
+            status.print(std::string("warning: the old config.toml is kept: ") + error.what());
         }
     }
 
@@ -185,8 +185,8 @@ struct Session {
     bool is_first_worker() const { return process.worker == process.first_worker; }
     bool is_first() const { return process.rank == 0 && is_first_worker(); }
 
-    // RunError if a loss is not finite, which says what to do. A resume takes the newest step of which every
-    // process has a checkpoint, so the state that produced this loss must be deleted.
+    // If a loss is not finite, throws a RunError that says what to do. A resume takes the newest step of
+    // which every process has a checkpoint, so the state that produced this loss must be deleted.
     // step: the parameters after this step gave the loss
     void check_loss(float loss, const std::string& name, long step) const {
         if (std::isfinite(loss)) { return; }
@@ -203,7 +203,7 @@ struct Session {
         const std::string suspect = folder + format("/state_%08ld_*.bin", step);
         throw RunError(what + (is_suspect_there ? "remove " + suspect + ", then " : "") +
                        format("resume (-y 1) from the last good checkpoint, of step %ld, with a lower -l or "
-                              "-sg 4: unchanged, the run would do the same again", *good.rbegin()));
+                              "-sg 4; unchanged, the run would fail again", *good.rbegin()));
     }
 
     void validated(long step, float loss) {
@@ -220,7 +220,7 @@ struct Session {
         return false;
     }
     bool ended_without_this_worker() {
-        report.say("the other workers have reached the end of this run: give a new one another --run-name");
+        report.say("the other workers have reached the end of this run: give a new run another --run-name");
         return true;
     }
     bool stopped_after(long step, long steps, const std::string& gave_up) {

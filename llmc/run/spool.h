@@ -38,6 +38,14 @@ public:
         if (!file) { fail(); }
     }
 
+    // SpoolError unless the folder's disk has room for so many bytes, as far as it says.
+    static void require_room(const std::string& folder, size_t bytes) {
+        std::error_code error;
+        const std::string place = folder.empty() ? std::filesystem::temp_directory_path(error).string() : folder;
+        const auto disk = std::filesystem::space(place, error);
+        if (!error && disk.available < bytes) { fail(place, ENOSPC); }
+    }
+
     size_t size() const { return bytes; }
     bool empty() const { return bytes == 0; }
 

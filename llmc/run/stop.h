@@ -79,7 +79,7 @@ private:
 
 // During its life stop signals that reach the process are handled on a thread of their own. The calling thread
 // and those that it starts block them: while oneDNN's fp32 kernel for AVX2 runs, the stack pointer points into
-// a buffer on the heap, and a signal's frame would overwrite what lies below. To be made before other threads.
+// a buffer on the heap, and a signal's frame would overwrite what lies below. Create it before other threads.
 class SignalThread {
 public:
     // leaves: see leave_at_stop_signals()

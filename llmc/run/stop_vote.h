@@ -1,7 +1,7 @@
 // StopVote: in a step of several micro-steps, whether the ranks of a worker leave it because one of them was
 // asked to stop. All must leave at the same place, since a rank that continues would wait for the others in
-// the next collective. So before each micro-step but the first the ranks all-reduce one value, beside the
-// computation. It is read at the next vote, by when it has usually arrived.
+// the next collective. So before each micro-step but the first the ranks all-reduce one value, during
+// the computation. It is read at the next vote, by when it has usually arrived.
 #pragma once
 #include <functional>
 

@@ -7,8 +7,8 @@
 // MemoryStore.
 //
 // A user's mistake (unknown scheme, wrong password, unwritable folder) is a UserError when the store is
-// opened, a server that cannot be reached a TemporaryFailure; a store that fails later is a RunError. Several
-// threads may call all methods.
+// opened, a server that cannot be reached a TemporaryFailure; a store that fails later is a RunError. All
+// methods are thread-safe.
 #pragma once
 #include <errno.h>
 #include <pthread.h>

@@ -49,7 +49,7 @@ public:
     }
 
 private:
-    // Sends a command, again if the connection was lost: the commands in use may be sent twice.
+    // Sends a command, and repeats it if the connection was lost: the commands in use are idempotent.
     RedisConnection::Reply command(const RedisConnection::Words& words) {
         std::lock_guard<std::mutex> lock(mutex);
         Patience patience(std::min(timeout, 5.0));

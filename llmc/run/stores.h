@@ -49,7 +49,7 @@ inline std::string folder_of_store(const std::string& url) {
     const std::string kind = url.substr(0, url.find(':'));
     throw UserError(
         "the store '" + (kind.find('@') == kind.npos ? kind : "") +
-        ":...' is of no known kind: give --store file:DIR, redis://[:PASSWORD@]HOST:PORT or "
+        ":...' is of an unknown kind: give --store file:DIR, redis://[:PASSWORD@]HOST:PORT or "
         "s3://BUCKET/PREFIX");
 }
 
@@ -60,8 +60,8 @@ inline std::unique_ptr<Store> open_store(const std::string& url, double timeout)
     return std::make_unique<FileStore>(folder_of_store(url));
 }
 
-// Returns when a store that is away can be opened, or has been away for `timeout` seconds: what open_store()
-// throws then is the caller's.   is_loud: says on stderr what it waits for
+// Returns once the store can be opened, or after `timeout` seconds: the caller's own open_store() then
+// throws.   is_loud: says on stderr what it waits for
 inline void wait_for_store(const std::string& url, double timeout, bool is_loud) {
     Patience patience(timeout);
     for (double next_notice = 0; !patience.is_over(); patience.has_waited(1)) {
@@ -86,8 +86,8 @@ inline void make_private_folder(const std::string& path) {
     struct stat info;
     do {
         if (mkdir(path.c_str(), 0700) != 0 && errno != EEXIST) {
-            throw UserError("no temporary folder " + path + " (" + strerror(errno) +
-                            "): set TMPDIR to a folder that can be written, or give --store file:DIR");
+            throw UserError("cannot make the temporary folder " + path + " (" + strerror(errno) +
+                            "): set TMPDIR to a writable folder, or give --store file:DIR");
         }
     } while (lstat(path.c_str(), &info) != 0 && errno == ENOENT);  // just removed by another process
     if (!S_ISDIR(info.st_mode) || info.st_uid != geteuid() || (info.st_mode & 077) != 0) {

@@ -21,7 +21,7 @@ public:
         // OpenSSL must not clean up at exit: another thread may still use it.
         OPENSSL_init_crypto(OPENSSL_INIT_NO_ATEXIT, nullptr);
         context.reset(SSL_CTX_new(TLS_client_method()));
-        if (!context) { throw RunError("OpenSSL does not start"); }
+        if (!context) { throw RunError("OpenSSL cannot be initialized"); }
         SSL_CTX_set_min_proto_version(context.get(), TLS1_2_VERSION);
         SSL_CTX_set_verify(context.get(), SSL_VERIFY_PEER, nullptr);
         SSL_CTX_set_client_cert_cb(context.get(), note_that_it_asks);
@@ -30,7 +30,7 @@ public:
             SSL_CTX_set_default_verify_paths(context.get());
         } else if (SSL_CTX_load_verify_locations(context.get(), authority.c_str(), nullptr) != 1) {
             throw UserError("there are no certificates in " + authority +
-                            ": name in DILOCO_CA the file of the authority that signed the store's (PEM)");
+                            ": set DILOCO_CA to a PEM certificate of the authority that signed the store's");
         }
     }
 
@@ -38,7 +38,7 @@ public:
     // connection.
     SSL* new_connection(bool& asks) const {
         SSL* tls = SSL_new(context.get());
-        if (!tls) { throw RunError("OpenSSL does not start"); }
+        if (!tls) { throw RunError("OpenSSL cannot be initialized"); }
         SSL_set_app_data(tls, &asks);
         return tls;
     }
@@ -124,11 +124,11 @@ private:
             throw UserError(certificate + " is for another name: give --store the name that it holds");
         }
         if (verdict != X509_V_OK) {
-            throw UserError(certificate + " is not to be trusted (" + X509_verify_cert_error_string(verdict) +
-                            "): name the file of the authority that signed it in DILOCO_CA");
+            throw UserError(certificate + " is not trusted (" + X509_verify_cert_error_string(verdict) +
+                            "): set DILOCO_CA to the certificate of the authority that signed it");
         }
         const char* reason = ERR_reason_error_string(ERR_get_error());
-        lose(std::string("TLS: ") + (reason ? reason : "an error without a name"));
+        lose(std::string("TLS: ") + (reason ? reason : "an unknown error"));
     }
 
     const std::string where;

@@ -30,7 +30,7 @@ struct ValueFileError : RunError {
     int error;     // errno
 };
 
-// Whether a file system that fails with `error` may serve again later, as a network's does, or a full one.
+// Whether `error` may be temporary: a network file system may come back, and a full one may get room again.
 inline bool may_pass(int error) {
     const std::set<int> passing = {EIO, ESTALE, ENOTCONN, ETIMEDOUT, EHOSTDOWN, ENOSPC, EDQUOT};
     return passing.count(error) > 0;

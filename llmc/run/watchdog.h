@@ -6,8 +6,8 @@
 //     dog.guard(inner);
 //     {
 //         Watchdog::Watch watch(dog, "step 12");
-//         ...               // the end if `inner` fails, a process dies, or nothing moves in twice the limit
-//         dog.progress();   // the time starts again
+//         ...               // exits if `inner` fails, a process dies, or nothing moves in twice the limit
+//         dog.progress();   // restarts the time limit
 //     }
 //
 // Only on a GPU: on the CPU the host waits only for the transport, which has its own time limits.
@@ -100,8 +100,8 @@ private:
         patience.begin_again();
     }
 
-    // It holds the lock while it looks, so that the host does not get past a failure that it has found; but
-    // not while it asks the store, every two seconds, which may take long to answer.
+    // The thread holds the lock while it looks, so that the host does not get past a failure that it has
+    // found; but not while it asks the store, every two seconds, since the store may take long to answer.
     void run() {
         std::unique_lock<std::mutex> lock(mutex);
         const auto is_closing = [&] { return closing; };
@@ -122,7 +122,7 @@ private:
         }
     }
 
-    // The limit here is twice --timeout: an exchange has its own, and its error says more.   failure: or ""
+    // The limit here is twice --timeout: an exchange has its own, whose error says more.   failure: may be ""
     void look(const std::string& failure) {
         uint64_t now = 0;
         for (Comm* comm : comms) { comm->check(), now += comm->progress(); }
@@ -130,7 +130,7 @@ private:
         if (is_stopped) { return; }
         if (!failure.empty()) { throw CommError(-1, failure); }
         if (!patience.is_over()) { return; }
-        const std::string seen = format("waited %.0f s (twice --timeout) for the end of %s: another process "
+        const std::string seen = format("waited %.0f s (twice --timeout) for %s to finish: another process "
                                         "has stopped or is cut off", patience.waited(), what.c_str());
         throw CommError(-1, find_cause(*process.store, {process.name(), seen}).text());
     }

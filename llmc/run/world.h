@@ -32,7 +32,7 @@ inline long environment_number(const char* name) {
     const std::string text = environment(name);
     if (text.empty() || text.size() > 9 || text.find_first_not_of("0123456789") != std::string::npos) {
         throw UserError(
-            format("%s is '%s', not a number: start the processes anew, or unset it", name, text.c_str()));
+            format("%s is '%s', not a number: restart the processes, or unset it", name, text.c_str()));
     }
     return std::stol(text);
 }

@@ -72,7 +72,7 @@ private:
         for (size_t at = 0, length; at < text.size(); at += length) {
             length = utf8_length(text, at);
             if (length == 0) {
-                throw UserError(format("the prompt is not UTF-8 (byte %zu): convert it, as with iconv", at));
+                throw UserError(format("the prompt is not UTF-8 (byte %zu): convert it with iconv", at));
             }
         }
     }

@@ -50,7 +50,7 @@ public:
           seed(seed), shuffle(shuffle) {
         for (const std::string& path : matching_files(pattern)) { shards.push_back(look_at_shard(path)); }
         count_rows();
-        // Not earlier: a batch that is larger than the shards may not fit into memory.
+        // Only now: a batch that is larger than the shards may not fit into memory.
         tokens.resize(size_t(T) + 1);
         input.resize(size_t(B) * size_t(T));
         target.resize(input.size());
@@ -217,7 +217,7 @@ private:
     void check_length(const std::string& name, long count, long found) const {
         if (found >= all_rows) { return; }
         throw UserError(format("%s has %ld tokens, too few for one batch (%ld = %ld sequences of all "
-                               "processes x %d tokens, and one): lower -b or -d, or take a longer text",
+                               "processes x %d tokens + 1): lower -b or -d, or use a longer text",
                                name.c_str(), count, all_rows * T + 1, all_rows, T));
     }
 
@@ -242,8 +242,8 @@ private:
         return {shard, shard.first + (row - shard.first_row) * T};
     }
 
-    // The shard's file. As many stay open as a quarter of what the process may have. RunError if the file has
-    // changed since the start, which is not a mistake in the options.
+    // The shard's file. At most a quarter of the files that the process may open stay open. RunError if the
+    // file has changed since the start, which is not a mistake in the options.
     const InputFile& file_of(Shard& shard) {
         if (shard.file) { return *shard.file; }
         rlimit limit;
@@ -253,7 +253,7 @@ private:
             open_shards.erase(open_shards.begin());
         }
         try {
-            auto opened = std::make_unique<InputFile>(shard.path, "it was there at the start");
+            auto opened = std::make_unique<InputFile>(shard.path, "restore it as it was at the start");
             opened->check_size(shard.tokens * int64_t(sizeof(uint16_t)));
             shard.file = std::move(opened);
         } catch (const UserError& error) { throw RunError(error.what()); }
@@ -262,7 +262,7 @@ private:
     }
 
     void check_all_tokens(const Shard& shard) const {
-        const InputFile file(shard.path, "it was there before");
+        const InputFile file(shard.path, "restore it as it was before");
         std::vector<uint16_t> block(size_t(std::min(shard.tokens, 1L << 19)));
         for (long begin = 0; begin < shard.tokens; begin += long(block.size())) {
             const size_t count = size_t(std::min(long(block.size()), shard.tokens - begin));
@@ -310,8 +310,8 @@ private:
     }
 
     int B, T;
-    long first_row, all_rows;  // of a batch, or see share(): this process's first one, and those of all
-    int batches = 1, batch = 0;  // of this process in a step of share(); those of them that were read
+    long first_row, all_rows;  // in a batch, or a step of share(): this process's first row, and all rows
+    int batches = 1, batch = 0;  // this process's batches in a step of share(), and how many were read
     int vocab_size;
     uint64_t seed;
     bool shuffle;

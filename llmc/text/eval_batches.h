@@ -36,7 +36,7 @@ long count_right(const EvalSet& set, int B, int max_T, int rank, int ranks, Loss
         const int positions = int(set.example(i).longest_sequence()) - 1;  // the last token is a target alone
         order.push_back({std::min((positions + 63) / 64 * 64, max_T), i});
     }
-    // Sequences of similar length share a batch. The longest come first: if memory is too small, it is now.
+    // Sequences of similar length share a batch. The longest come first: too little memory shows at once.
     std::stable_sort(order.begin(), order.end(), [](auto& a, auto& b) { return a.first > b.first; });
 
     EvalBatch batch{};

@@ -40,7 +40,7 @@ public:
     // UserError, naming the file and the example: missing, of another kind, truncated, damaged, or with a
     // token that the vocabulary does not have.
     EvalSet(const std::string& path, int vocab_size)
-        : file(path, "give a whole eval set of version 1"), vocab_size(vocab_size) {
+        : file(path, "give a complete eval set of version 1"), vocab_size(vocab_size) {
         const FileHeader header = file.read_header(eval_set_magic, "multiple-choice eval set");
         if (header[1] != 1) { file.fail(format("is an eval set of version %d, not 1", header[1])); }
         if (header[2] < 1 || header[2] > most_examples) {

@@ -31,10 +31,10 @@ password=${REDIS_PASSWORD:-$(cat "$PASSWORD_FILE" 2>/dev/null || true)}
     fail "the password is not 16 or more letters and digits: (umask 077; openssl rand -hex 32 >$PASSWORD_FILE)"
 # Refuses 0, 0.0.0.0, ::, and Redis' own * and -::*, also in a list of addresses.
 if [[ $ADDRESS =~ ^[0.:]*$|[[:space:]*] ]]; then
-    fail "ADDRESS $ADDRESS is every network: give the address of one, WireGuard's"
+    fail "ADDRESS $ADDRESS means every network: give the address of one, such as WireGuard's"
 fi
 
-umask 077 # what it keeps is nobody else's
+umask 077 # no other user may read what it keeps
 mkdir -p "$DATA" 2>/dev/null || fail "the folder $DATA cannot be made: set DATA"
 # The settings come through stdin: in arguments all users of this machine could read the password.
 exec "$SERVER" - <<END

@@ -30,10 +30,10 @@ for name in DILOCO_CA LD_LIBRARY_PATH "${!AWS_@}" "${!OMP_@}" "${!NCCL_@}" "${!C
     [ -z "${!name:-}" ] || passed_on+=(-x "$name")
 done
 
-# By slot: a node is filled before the next, so that the ranks of a worker sit together. Bound to a core, as
-# mpirun would have it, the threads of a process would stand in each other's way.
+# By slot: a node is filled before the next, so that the ranks of a worker sit together. Bound to a core,
+# which is mpirun's default, the threads of a process would compete for it.
 # A SIGTERM that reaches mpirun ends the processes within two seconds; a SIGUSR1 it passes on, and they stop
-# with a checkpoint. So this script sends it that one, and runs it in a session of its own, where a signal to
+# with a checkpoint. So this script sends it SIGUSR1, and runs it in a session of its own, where a signal to
 # this script's whole group (Ctrl-C, timeout) does not reach it.
 warn_of mpirun "$@"
 is_interrupted=1 status=1

@@ -6,7 +6,7 @@
 is_ended=0  # 1: this shell got SIGTERM, too: SLURM ends the job, or puts it back into the queue by itself
 status=127  # exit status of the training
 stopped=143 # status of a training that was asked to stop, and has written a checkpoint
-unmet=75    # status after what may pass: others or the store did not answer, an earlier start still runs
+unmet=75    # status after a temporary failure: others or the store did not answer, an earlier start still runs
 mistake=2   # status after a mistake that the user has to correct
 replaced=76 # status of an elastic worker whose place another process has taken
 
@@ -38,7 +38,7 @@ run_step() {
         wait $srun || result=$?
         ((result == 127)) || status=$result # 127: the signal came after srun's end
     done
-    trap : USR1 # from now on it would end this shell before it can requeue the job
+    trap : USR1 # otherwise a late signal would end this shell before it can requeue the job
     trap - TERM
 }
 

@@ -6,16 +6,16 @@
 //       what is applied, once it is decided        apply(): the contributors' mean, the outer step
 //       whether to continue, to wait, or to jump to the step where the others are
 //
-// A worker that is not among the contributors takes the same outer step and moves local by what global moved.
-// What it has learned is in its next delta, and the residuals of before its payload are restored.
+// A worker that is not among the contributors takes the same outer step and moves local by as much as global
+// moved. What it has learned is in its next delta, and its residuals from before the payload are restored.
 //
-// All work of the device is on main, from the trainer's thread; the log's thread reads payloads that are
-// complete. After each sync the host waits for main, to know the hash of the new global parameters. The ranks
-// of a worker agree on each turn through their device, for which the host waits in every step.
+// All work of the device is enqueued on main by the trainer's thread; the log's thread only reads complete
+// payloads. After each sync the host waits for main, to learn the hash of the new global parameters. A
+// worker's ranks agree on each turn by a collective on their devices, for which the host waits in every step.
 //
-// Memory, beside OuterShard's: pinned, a payload of each fragment and `workers` of the largest; on the device
-// one more than the latter; in the host's memory, for each sync in flight, what is sent and what has been
-// received. A snapshot lies in a file without a name: 8 bytes a value (with --join-moments 16).
+// Memory besides OuterShard's: pinned, a payload of each fragment and `workers` of the largest; on the
+// device, `workers` + 1 of the largest; in the host's memory, for each sync in flight, what is sent and what
+// has been received. A snapshot lies in an unnamed file: 8 bytes a value (with --join-moments 16).
 #pragma once
 #include <algorithm>
 #include <cstring>
@@ -42,12 +42,12 @@ struct InnerMoments {
     long* updates = nullptr;           // AdamW's t
 };
 
-// What the trainer does for it.
+// What the trainer does for an ElasticDiloco.
 struct ElasticCallbacks {
     // Reports events: now and then during a wait, and before an error is thrown. False ends the wait.
     std::function<bool(const std::vector<OuterEvent>&)> report;
-    // Throws the error for a worker whose options (LogStart::fingerprint) are not the run's, which it is
-    // given.
+    // Called with the run's options (LogStart::fingerprint) if this worker has others: throws the error that
+    // says so.
     std::function<void(const std::string&)> refuse;
     // On the log's thread, before it asks the device for anything.
     std::function<void()> use_device;
@@ -57,8 +57,8 @@ class ElasticDiloco : public OuterLoop, private LogShard {
 public:
     using OpenStore = std::function<std::unique_ptr<LogStore>()>;
 
-    // worker: this one's number, whose ranks `inner` joins, with calls on inner_stream
-    // start: without positions and generation   open: a connection to the store
+    // worker: its number   inner: joins its ranks, with calls on inner_stream
+    // start: without positions and generation   open: opens a connection to the store
     ElasticDiloco(const DilocoOptions& options, const SyncLogOptions& log_options, int worker,
                   const std::vector<Fragment>& fragments, const Layout& layout, Comm& inner,
                   Stream& inner_stream, LogStart start, OpenStore open, ElasticCallbacks callbacks,
@@ -174,7 +174,7 @@ private:
         Stream* main = nullptr;
     };
 
-    // A snapshot: this, then piece by piece global and momentum, and where there are moments m and v.
+    // A snapshot: this header, then piece by piece global, momentum and, if it has moments, m and v.
     struct SnapshotHeader {
         uint32_t magic = 0x4e534c44, version = 2;  // "DLSN"
         uint64_t values = 0;
@@ -184,7 +184,7 @@ private:
     // -------------------------------------------------------------------------------------------------------
     // Turns
 
-    // Until the log says to go on, the wait is ended, or the run is over.
+    // Takes turns until the log says to continue, the wait is ended, or the run is over.
     template <class Turn>
     Outcome take_turns(long step, Turn turn) {
         idle_from = now.main->stamp();
@@ -226,7 +226,7 @@ private:
         report_events();
         const LogStop own = log->stopped();
         if (!own.theirs.empty() && callbacks.refuse) { callbacks.refuse(own.theirs); }
-        given_up = own.why.empty() ? format("another rank of worker %d stops", shard.worker) : own.why;
+        given_up = own.why.empty() ? format("another rank of worker %d has stopped", shard.worker) : own.why;
         const bool is_whole = kind == LogTurn::lost && !has_loaded;  // else other ranks may lack a snapshot
         if (!is_whole) { throw RunError(given_up, own.replaced ? replaced_status : 1); }
     }
@@ -248,7 +248,7 @@ private:
         if (!helpless) { helpless.emplace(log_options.timeout); }
         helpless->has_waited(longest_wait);
         const std::string limit = format("%g s (--timeout)", log_options.timeout);
-        if (helpless->is_over()) { given_up = reason + " for " + limit; }
+        if (helpless->is_over()) { given_up = reason + "; gave up after " + limit; }
         const double silent = std::min(10.0, log_options.timeout / 2);
         if (std::exchange(is_warned, helpless->waited() >= silent) || !is_warned) { return; }
         told.push_back({name_of(LogEventKind::too_few), std::nullopt, shard.worker,
@@ -281,7 +281,7 @@ private:
         return all;
     }
 
-    // What the log tells of an applied sync goes into its report, too.
+    // Collects the log's events. What they say about an applied sync also goes into that sync's report.
     void note_events() {
         for (LogEvent& event : log->events()) {
             for (SyncReport& report : reports) {
@@ -312,7 +312,7 @@ private:
         return hashes[size_t(p)] = shard.hash(p, *now.main);
     }
 
-    // No payload: not trained since its last send that counted, or resumed amid a send with error feedback.
+    // No payload without training since the last send that counted, or if resumed residuals already hold it.
     void encode(long number) override {
         const Stopwatch work{shard_seconds};
         Stream& main = *now.main;
@@ -362,6 +362,8 @@ private:
         }
         if (shard.feedback.is_in_flight(sync.number)) {
             shard.feedback.end(sync.fragment, sync.number, counted && report.applied(), main);
+        } else if (counted && report.applied()) {  // an earlier start has sent these residuals
+            shard.feedback.clear(sync.fragment, main);
         }
         main.record(applied);
         applied.synchronize();  // then the received payloads may be overwritten, and the sums are there
@@ -372,9 +374,9 @@ private:
         for (const auto& one : report.log->contributors) {
             if (is_own && one.worker == shard.worker) { until = std::min(now.tokens, until + one.tokens); }
         }
-        // How much was received is known to note_events().
+        // note_events() adds how much was received.
         if (has_payload && out.encoded) { report.traffic.bytes_sent = out.encoded->payload.size(); }
-        if (report.applied()) {  // of the contributors; what encoding lost is known if this worker has sent
+        if (report.applied()) {  // of the contributors; this worker's own sums are known only if it has sent
             const double unknown = std::numeric_limits<double>::quiet_NaN(), none[] = {unknown, unknown};
             const int count = int(contributions.size());
             report.statistics = outer_statistics(has_payload ? out.sums.data() : none,
@@ -385,7 +387,7 @@ private:
         idle_from = main.stamp();
     }
 
-    // Refused if it was not made on these global parameters.
+    // Adds a contribution to the report. Throws if it was not made on these global parameters.
     void note_header(const Contribution& one, const Sync& sync, SyncReport& report) {
         const PayloadLayout layout = layout_of(sync);
         const int worker = one.worker;
@@ -399,7 +401,7 @@ private:
         memcpy(&header, one.payload.data(), sizeof header);
         check_header(header, sync, layout, 0, worker);
         if (header.hash != hashes[size_t(sync.fragment)]) {
-            throw RunError(refused + "it was made on other global parameters");
+            throw RunError(refused + "it was made from other global parameters");
         }
         if (header.flags & delta_not_finite) { report.not_finite.push_back(worker); }
         report.log->contributors.push_back({worker, header.tokens});
@@ -422,6 +424,11 @@ private:
 
     // -------------------------------------------------------------------------------------------------------
     // Snapshots for other workers
+
+    size_t snapshot_bytes() const override {
+        const size_t arrays = log_options.elastic.join_moments ? 4 : 2;
+        return sizeof(SnapshotHeader) + size_t(shard.state->count()) * arrays * sizeof(float);
+    }
 
     void append_snapshot(Spool& spool) override {
         const Stopwatch work{shard_seconds};
@@ -568,7 +575,7 @@ private:
     std::optional<Patience> helpless;  // since when nobody can help
     bool is_warned = false;
     std::string given_up;
-    bool leaves = false, all_leave = false;  // this rank ended the wait; all ranks of the worker did
+    bool leaves = false, all_leave = false;  // this rank ends the wait; some rank does, so all do
     HostBuffer<int64_t> turns;               // (ranks, 4): kind, step, leaves, has_loaded
     Buffer<int64_t> device_turns;            // (1 + ranks, 4): this rank's, then the same
     Event gathered, applied;

@@ -1,7 +1,7 @@
 // ElasticSnapshot: an elastic worker's snapshot for a checkpoint. What the worker has sent is in the store,
 // where a resumed run finds it, so the snapshot waits for no sync. It adds the worker's place in the sync
-// log and, as long as it is not known whether a payload counts, the residuals of before that payload: 4
-// more bytes per value with error feedback.
+// log and, as long as it is not known whether a payload counts, the residuals from before that payload: with
+// error feedback 4 more bytes per value.
 #pragma once
 #include <climits>
 #include <string>
@@ -50,8 +50,8 @@ private:
 
 inline LogPlace saved_place(const SavedState& state, const Fields& fields, size_t fragments) {
     if (!fields.has("log.generation")) {
-        throw UserError(state.path() + " is of a run without --outer-transport store: resume it without, or "
-                        "start from its model (-e model_STEP.bin)");
+        throw UserError(state.path() + " belongs to a run without --outer-transport store: resume "
+                        "without it, or start from its model (-e model_STEP.bin)");
     }
     LogPlace place;
     place.generation = fields.word("log.generation");

@@ -1,9 +1,9 @@
 // RedisLogStore: the sync log in a Redis or Valkey server (llmc/run/redis.h). A folder is a hash under the
-// key RUN/log/FOLDER. Values are bytes of any kind; a hash that is listed holds small ones.
+// key RUN/log/FOLDER. Values are bytes of any kind; only hashes with small values are listed.
 //
-// With `appendonly yes` and `appendfsync always` a server forgets nothing that it has answered, even if it is
-// killed or loses power. One that comes back with old data would let syncs be decided twice; warning() says
-// if it may.
+// With `appendonly yes` and `appendfsync always` a server keeps all that it has confirmed, even if it is
+// killed or loses power. One that came back with old data would let syncs be decided twice; warning() says
+// whether this server might.
 //
 // A request that takes several commands is a script: it costs one round trip and is atomic. A worker that
 // waits for a value reads the stream RUN/told/FOLDER/NAME, which exists for ten seconds.
@@ -22,14 +22,14 @@
 
 namespace redis_scripts {
 
-// The first value stays, and is the answer.   KEYS: hash, stream; ARGV: name, value
+// Keeps the first value, and returns it.   KEYS: hash, stream; ARGV: name, value
 const char* const put_if_absent = R"(
 if redis.call('HSETNX', KEYS[1], ARGV[1], ARGV[2]) == 0 then return redis.call('HGET', KEYS[1], ARGV[1]) end
 redis.call('XADD', KEYS[2], '*', '', '')
 redis.call('EXPIRE', KEYS[2], 10)
 return ARGV[2])";
 
-// The LogEntry of lines that name one hash.
+// Writes the LogEntry if nobody is still awaited and all lines name one hash.
 // KEYS: entry, its stream, sent/s, beat; ARGV: sync, the request's value
 const char* const decide = R"(
 local insert = table.insert
@@ -61,8 +61,8 @@ if redis.call('HSETNX', KEYS[1], ARGV[1], text) == 0 then return end
 redis.call('XADD', KEYS[2], '*', '', '')
 redis.call('EXPIRE', KEYS[2], 10))";
 
-// The entry, under no name, and first chunks of the payloads that it counts, until they exceed 4 MiB in sum.
-// KEYS: entry, payload/s; ARGV: sync, whose payload is not needed
+// The entry, under an empty name, and the first chunks of the payloads that it counts, until these exceed
+// 4 MiB in total.   KEYS: entry, payload/s; ARGV: sync, the start whose payload is not needed
 const char* const decision = R"(
 local answer, bytes, place = {'', redis.call('HGET', KEYS[1], ARGV[1])}, 0, 0
 for word in string.gmatch(answer[2] or '', '%S+') do
@@ -153,8 +153,8 @@ private:
         return answers;
     }
 
-    // Several writes are a transaction: if the server refuses one for lack of memory, it must do none after
-    // it. No removal comes after a write, since such a server refuses a transaction as a whole.
+    // Several writes form a transaction: if the server refuses one for lack of memory, it must do none of the
+    // later ones. No removal is part of it, since a server without memory refuses a transaction as a whole.
     void answer_together(const StoreRequest* requests, size_t count, const Command& wait,
                          std::vector<StoreAnswer>& answers) {
         const bool is_transaction = std::count_if(requests, requests + count, is_write) > 1;
@@ -191,7 +191,7 @@ private:
                request.kind == StoreRequest::decide;
     }
 
-    // texts: holds what the command's words lie in, beside the request
+    // texts: owns those of the command's words that do not lie in the request
     RedisConnection::Words command_of(const StoreRequest& request, std::deque<std::string>& texts) const {
         const auto key_of = [&](const std::string& rest) -> std::string_view {
             return texts.emplace_back(prefix + request.folder + rest);
@@ -268,11 +268,11 @@ private:
                      "start it with --appendonly yes --appendfsync always";
         } else if (fsync != "always" || setting("no-appendfsync-on-rewrite") == "yes") {
             warned = store + " may lose confirmed writes if its machine fails, and workers may then "
-                     "differ; start it with --appendfsync always --no-appendfsync-on-rewrite no";
+                     "diverge; start it with --appendfsync always --no-appendfsync-on-rewrite no";
         } else if (has_replicas()) {
-            warned = store + " has replicas: if one takes over, workers may differ; run without fail-over";
+            warned = store + " has replicas: if one takes over, workers may diverge; run without fail-over";
         } else if (setting("maxmemory-policy").compare(0, 8, "allkeys-") == 0) {
-            warned = store + " evicts keys when its memory is full, those of the run included; " +
+            warned = store + " evicts keys when its memory is full, including the run's; " +
                      "start it with --maxmemory-policy noeviction";
         }
     }

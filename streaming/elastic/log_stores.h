@@ -35,7 +35,7 @@ inline std::unique_ptr<LogStore> open_log_store(const std::string& url, const st
     return std::make_unique<FileLogStore>(folder_of_store(url) + "/" + folder);
 }
 
-// Over a bucket each request takes a round trip and costs money: it is asked less often, for more at a time.
+// Over a bucket each request takes a round trip and costs money, so there are fewer and larger requests.
 inline void suit_store(SyncLogOptions& options, const std::string& url) {
     if (!is_s3_url(url)) { return; }
     options.poll = 1;

@@ -1,10 +1,10 @@
 // SyncLog: one worker's part in exchanges that do not wait for workers that are slow, dead, or not there yet.
 // README.md describes the protocol: roles, records, and what happens between a sync's send and its merge.
 //
-// Nothing here waits or asks a clock. requests() says what to ask the store next, answer() takes the answers;
-// turn() is the trainer's, at the end of a step, and says whether to continue. An answer that is lost is
+// Nothing here waits or reads a clock. requests() says what to ask the store next, and answer() takes the
+// answers; the trainer calls turn() at the end of a step, which says whether to continue. Lost answers are
 // asked for again: every request may be done twice, and a batch may break off between any two requests. The
-// caller must never let two of these functions run at once (a mutex).
+// caller must never let two of these functions run at the same time (a mutex).
 //
 // The class is declared here. Its functions are in the files that its sections name; the public ones are in
 // sync_log_requests.h and sync_log_turns.h.
@@ -33,33 +33,33 @@ public:
     // more.
     std::vector<StoreRequest> requests(double now);
 
-    // Of all of them. From the first one that is lost on they are asked for again.
+    // Takes the answers to all requests(). From the first lost one on, they are asked for again.
     void answer(const std::vector<StoreAnswer>& answers, double now);
 
     // requests() and answer() for a second connection, which brings entries and payloads. See `patience`.
     std::vector<StoreRequest> listen();
     void hear(const std::vector<StoreAnswer>& answers, double now);
     bool listens() const;
-    double patience = 0;  // set by listen(): seconds of LogStore::await; 0: the answers are there
+    double patience = 0;  // set by listen(): seconds for LogStore::await; 0: do not wait
 
     // To be called at the end of `step`, and again as long as it says to wait. Before the first step, with
     // the last step that is done: then it says to wait until this worker has a place in the run.
     LogTurn turn(long step, double now);
 
-    // After the last step, in place of turn(). All that was sent until then is due now; at the end global
-    // parameters are those of all others that end there. It waits, too, while it is needed for a snapshot.
+    // After the last step, in place of turn(). All that was sent by then is due now, so all workers that end
+    // there have the same global parameters. Also waits while another worker needs a snapshot from this one.
     LogTurn finish(long last_step, double now);
 
     // Would turn() say, or do, something else now than when it last said to wait?
     bool is_turn_due() const;
 
-    // Seconds until requests() will have something to ask, unless turn() changes that. When a payload will be
-    // encoded is not known.
+    // Seconds until requests() will have something to ask, unless turn() changes that. It cannot foresee when
+    // a payload will be encoded.
     double rest(double now) const;
 
     LogPulse pulse() const;
 
-    // The answers to a beat (Heartbeat), with those of others if there are three.   from: when it was sent
+    // The answers to a beat (Heartbeat); of three, one lists all workers' beats.   from: when it was sent
     void hear_beats(const std::vector<StoreAnswer>& answers, double from, double now);
 
     // The answer to a request for `run/generation`.
@@ -77,14 +77,16 @@ public:
     Incarnation incarnation() const { return me; }  // number 0: not registered yet
     const LogStop& stopped() const { return end; }
     bool is_running() const { return phase == Phase::running; }
-    // Why a wait may never end: the store does not answer, or nobody can give the snapshot. "": neither.
+    // Why a wait may never end: the store does not answer, nobody can give the snapshot, or there is no room
+    // for it. "": none of these.
     std::string helpless() const {
         if (is_cut_off || (listens() && !listen_trouble.empty())) {
             const std::string& why = is_cut_off ? trouble : listen_trouble;
             return "the store does not answer" + (why.empty() ? "" : " (" + why + ")");
         }
-        const bool is_alone = phase == Phase::behind && alone_since >= 0;
-        return is_alone ? "nobody who is alive can give the snapshot that this worker needs" : "";
+        if (phase != Phase::behind) { return ""; }
+        if (!lacks_room.empty()) { return lacks_room; }
+        return alone_since >= 0 ? "no live worker can give the snapshot that this worker needs" : "";
     }
     std::vector<LogEvent> events() { return std::exchange(told, {}); }
 
@@ -106,19 +108,19 @@ private:
         size_t chunks = 0;  // written
         bool heard = false;  // the store has said whether there is an entry
         double look_at = 0;
-        // Over a bucket, by worker: the line in its place, with the payload; lines that others put there.
+        // Over a bucket, by worker: the line in its place, with the payload; the line that closes its place.
         Listing found;
         std::map<int, LogLine> closed;
-        bool is_near = false, is_gone = false;  // more may be there soon; one is absent that must be there
+        bool is_near = false, is_gone = false;  // more lines may come soon; a line that must exist is absent
         std::optional<LogLines> lines;     // as they have just been read
-        std::optional<LogEntry> proposal;  // to be written, if there is none
+        std::optional<LogEntry> proposal;  // to be written if there is no entry yet
         std::optional<LogEntry> entry;
         std::vector<std::string> payloads;  // of the contributors, as far as they are read
         size_t bytes_read = 0;
         double due_since = -1;
         double excused = 0;     // seconds since then in which the store did not answer
 
-        // Since when it is overdue, for its worker; negative: it is not due yet.
+        // The time since which it counts as due; negative: it is not due yet.
         double judged_since() const { return due_since < 0 ? -1 : due_since + excused; }
         bool has_line() const { return own == sent || own == abstained; }
         bool has_payload(size_t i) const { return payloads[i].size() >= entry->contributors[i].bytes; }
@@ -131,8 +133,8 @@ private:
     };
 
     struct Snapshot {
-        int attempt = 1;         // each is wanted under a name of its own
-        bool is_wanted = false;  // the store knows
+        int attempt = 1;         // each attempt has its own name
+        bool is_wanted = false;  // the store holds this worker's want
         std::optional<LogOffer> offer = std::nullopt;
         Spool bytes = Spool();
         size_t chunks = 0;
@@ -142,16 +144,16 @@ private:
 
     struct Giving {
         std::string want;
-        bool takes_over;          // from one that does not get on with it
+        bool takes_over;          // from a giver that makes no progress
         bool is_claimed = false;  // nobody else gives it
-        Spool bytes = Spool();    // from the trainer's turn on
+        Spool bytes = Spool();    // empty until the trainer's turn
         size_t chunks = 0;        // written
     };
 
     // A snapshot that another worker wants and that nobody has offered yet.
     struct Wanted {
-        double since;        // the last change that was seen
-        std::string giver;   // the worker that says that it gives it, and how far it is
+        double since;        // when its giver's progress was last seen to change
+        std::string giver;   // the start that has claimed it, and how far it is
     };
 
     // Asking: what goes out together (sync_log_requests.h)
@@ -160,8 +162,8 @@ private:
     void ask(StoreRequest request, Handler then = ignore) {
         asked.push_back({std::move(request), std::move(then)});
     }
-    // can_wait: the request may be held back until a payload is sent, which does not wait for its answer, or
-    // over a bucket until none is being sent
+    // can_wait: the request may be held back until it can be sent with a payload, which does not wait for the
+    // request's answer; over a bucket, until no payload is being sent
     void ask_later(StoreRequest request, Handler then = ignore, bool can_wait = false) {
         chores_can_wait = can_wait && (chores_can_wait || chores.empty());
         chores.push_back({std::move(request), std::move(then)});
@@ -197,7 +199,7 @@ private:
     void begin(const LogBeginning& beginning, double now);
     void enter(const std::vector<long>& positions, bool is_sure);
 
-    // What there is to tell (sync_log_requests.h)
+    // Events (sync_log_requests.h)
     void stop(const std::string& reason);
     void say(LogEventKind kind, const std::string& text, long sync = -1,
              const std::optional<LogEntry>& entry = std::nullopt) {
@@ -236,7 +238,7 @@ private:
     void close(Slot& slot);
     void listen_to_lines(Slot& slot);
     void settle(Slot& slot, const StandingLines& standing);
-    // The line, and the chunks that slot.chunks does not count.
+    // Lets send() repeat the line, and the chunks that slot.chunks does not count.
     void send_again(Slot& slot) {
         slot.own = slot.own == Slot::sent ? Slot::sending : Slot::abstaining;
     }
@@ -272,7 +274,7 @@ private:
     bool has_written(const std::string& giver) const;
     void rest_from_looking(double seconds, double now);
     double pause() const { return std::max(options.poll, 4 * look_seconds); }
-    // Over a bucket the heartbeat looks, unless it is late.
+    // When to look around. Over a bucket the heartbeat does, and this is for when the heartbeat is late.
     double looks_around_at() const {
         const bool has_looks = in_bucket() && is_aligned && !is_leaving && phase == Phase::running;
         return look_around_at + (has_looks ? options.expiry / 4 : 0);
@@ -296,6 +298,7 @@ private:
     void forget_snapshot();
     std::string want() const { return me.text() + "." + std::to_string(snapshot.attempt); }
     void choose_behind(double now);
+    bool has_room_for_snapshot();
     void look_for_offer();
     void read_snapshot();
     void take_chunk_of_snapshot(const StoreAnswer& answer);
@@ -307,13 +310,14 @@ private:
         ask_later(std::move(request), std::move(then), true);
     }
     void note_held(const Listing& listing, std::vector<long>& held);
-    long covered(std::vector<long> positions, long index) const;
+    long covered(const Listing& durable) const;
+    long newest_decided(const Slot& slot) const { return schedule.index(slot.sync) - (slot.entry ? 0 : 1); }
     void sweep_syncs(const std::string& folder, const std::vector<long>& oldest);
     void sweep_snapshots();
     void remove_snapshot(const std::string& want);
 
     static constexpr double long_ago = -1e300;
-    static constexpr long to_begin = -1, nobody_to_give = -2;  // in waits_told, in place of a sync
+    static constexpr long to_begin = -1, nobody_to_give = -2, no_room = -3;  // in waits_told, not of a sync
 
     const SyncLogOptions options;
     const SyncSchedule schedule;
@@ -325,34 +329,34 @@ private:
     std::string generation;
     LogStop end;
     std::vector<LogEvent> told;
-    std::set<long> waits_told;  // syncs that it has said it waits for
+    std::set<long> waits_told;  // syncs for which it has told that it waits
 
-    std::vector<Asked> asked, listened_for;  // and not yet answered: of requests(), listen()
+    std::vector<Asked> asked, listened_for;  // by requests(), by listen(), and not answered yet
     double asked_at = 0, cut_off_since = 0, retry_at = 0;
-    bool asks_beats = false;  // after what some fragment asks
-    bool is_cut_off = false;  // its last answer was lost, for this reason
-    std::string trouble, listen_trouble;  // ... of listen()
+    bool asks_beats = false;  // a fragment's requests are to be followed by a look around
+    bool is_cut_off = false;  // the last answer was lost
+    std::string trouble, listen_trouble;  // why answers were lost: of requests(), of listen()
     std::vector<Asked> chores;
     bool chores_can_wait = false;
 
     double agree_from = 0, agree_at = 0;
-    int next_number = 0;                    // to register as; 0: what is taken is not known yet
+    int next_number = 0;                    // to register as; 0: the taken numbers are not known yet
     bool is_registered = false;             // before the run has begun
-    Presence candidates;                    // who is there then
-    std::optional<LogBeginning> beginning;  // to be written, if there is none
+    Presence candidates;                    // which workers are alive then
+    std::optional<LogBeginning> beginning;  // to be written if there is none yet
 
     std::vector<Slot> slots;  // by fragment
     long step = 0;
-    bool has_begun = false;  // it has found its place in the run: where, and when, as keep_time() has it
+    bool has_begun = false;  // it has a place in the run; keep_time() keeps the next two
     long began_step = 0;
     double began_at = 0, waits_since = 0;
-    long newest_sent = -1, newest_open = -1;  // syncs; by this worker, by any
+    long newest_sent = -1, newest_open = -1;  // the newest sync that this worker, that any worker has sent
     long missed = -1, times_missed = 0;       // the sync whose entry was gone, and how often in a row
-    double not_open_at = long_ago;            // the newest one, by any other: when it looked last
+    double not_open_at = long_ago;            // when it last looked and no other had sent newest_open yet
     std::vector<long> encoded_until;          // by fragment: the newest sync that this start has encoded
-    std::vector<bool> is_proven;              // by fragment: an entry stands on what it has
-    std::map<long, std::string> trims;        // over a bucket, by sync: its line, if it was counted
-    bool has_large = false;                   // payloads that lie under `payload`
+    std::vector<bool> is_proven;              // by fragment: an entry has confirmed its parameters
+    std::map<long, std::string> trims;        // over a bucket, by sync: its counted line without payload
+    bool has_large = false;                   // some payloads lie under `payload`
     long promise = LogBeat::catches_up;
     long jumps_to = -1;
     int times_late = 0;
@@ -367,20 +371,22 @@ private:
     Presence presence;
     std::set<int> asks_if_done;  // workers that are gone
     bool looks_at_wants = false, wants_are_last = false;
-    std::map<std::string, Wanted> wanted;  // snapshots, that nobody offers
-    bool is_wanted = false;                // by one that is alive
+    std::map<std::string, Wanted> wanted;  // snapshots that nobody has offered yet
+    bool is_wanted = false;                // a living worker wants a snapshot
     bool are_few = false;                  // its last sync's entry named at most half of the workers
     std::optional<Giving> giving;
-    double gives_from = long_ago;  // not before
+    double sweeps_at = long_ago;   // if the store is full
+    double gives_from = long_ago;  // it gives no snapshot before
     int times_put_off = 0;         // since it has given one
     Snapshot snapshot;
-    double alone_since = -1;  // behind, and nobody there that could give one
+    double alone_since = -1;  // since when it is behind and nobody could give it a snapshot
     bool looks_for_an_end = false;
+    std::string lacks_room;  // why it cannot keep the snapshot that it needs
 
     bool is_finishing = false;     // after the last step
     bool is_leaving = false;       // all is applied
-    bool has_looked_last = false;  // since then: does anybody need anything?
-    bool has_left = false;         // and said so
+    bool has_looked_last = false;  // and it has looked since then whether anybody needs a snapshot
+    bool has_left = false;         // and it has left a note
 };
 
 #include "streaming/elastic/sync_log_requests.h"

@@ -14,13 +14,13 @@
 #include "streaming/elastic/sync_log_types.h"
 
 // Which workers are alive, by their beats. A worker is alive unless its beat was the same in two looks that
-// are `expiry` apart. A worker that looks seldom, over a slow link or after a stall, therefore takes nobody
-// for dead; nor does one whose answers are slow, since a look is dated by its question and a beat by the
-// first answer that showed it.
+// are `expiry` apart. So a worker that seldom looks, over a slow link or after a stall, takes nobody for dead
+// by mistake; nor does one whose answers are slow, since a look is dated by when it was asked for and a beat
+// by the first answer that showed it.
 //
 // A worker that is alive and has promised to be in time is waited for unless that has cost too much: the time
-// that others waited for it is its debt, at most one grace per standstill, and is paid back at a fiftieth of
-// the time. So a slow worker costs the others a fiftieth of their speed.
+// that others have waited for it, at most one grace per standstill, is its debt, which falls by a fiftieth of
+// the time that passes. So a slow worker costs the others about a fiftieth of their speed.
 class Presence {
 public:
     Presence(double expiry, double grace) : expiry(expiry), grace(grace), most_debt(grace / 5) {}
@@ -69,7 +69,7 @@ public:
         }
     }
 
-    // The store did not answer for so long: this time is held against no worker.
+    // The store did not answer for `seconds`: this time is held against no worker.
     void forgive(double seconds, double now) {
         for (auto& [worker, one] : seen) {
             one.changed = std::min(one.changed + seconds, now);
@@ -164,8 +164,8 @@ public:
         return missing;
     }
 
-    // The trainer has stood still since `since` because these lines are missing. Time in which it stands
-    // still for several syncs is charged once.
+    // The trainer has stood still since `since` because of workers without a line (all but `there`), which
+    // are charged for that. Time in which it stands still for several syncs is charged once.
     void charge(long sync, const std::set<int>& there, double since, double stands_since, double now) {
         for (auto& [worker, one] : seen) {
             if (there.count(worker) || !is_waited_for(one, sync, stands_since, now)) { continue; }
@@ -271,7 +271,7 @@ inline std::map<uint64_t, size_t> holders_of_hashes(const StandingLines& lines) 
     return holders;
 }
 
-// The hash that more than half of them name, if there is one: of two halves neither continues.
+// The hash that more than half of the lines name, if there is one. Of two equal halves neither continues.
 inline std::optional<uint64_t> majority_of(const StandingLines& standing) {
     for (const auto& [hash, count] : holders_of_hashes(standing)) {
         if (2 * count > standing.size()) { return hash; }

@@ -34,8 +34,12 @@ public:
     int fragment(long sync) const { return order[size_t(sync) % order.size()].second; }
     long index(long sync) const { return sync / fragments(); }  // among those of its fragment
     long sync(int fragment, long index) const { return index * fragments() + places[size_t(fragment)]; }
+    // Of the fragment's first sync from number `sync` on.
+    long index_from(int fragment, long sync) const {
+        return (sync - places[size_t(fragment)] + fragments() - 1) / fragments();
+    }
     long send_step(long sync) const { return order[size_t(sync) % order.size()].first + index(sync) * H; }
-    // The first sync that is sent after `step`: as many are sent up to `step` as its number says.
+    // The first sync that is sent after `step`. Its number is also how many syncs are sent up to `step`.
     long first_after(long step) const {
         long sync = 0;
         for (const auto& [first, p] : order) { sync += (step - first + H) / H; }
@@ -121,8 +125,8 @@ inline std::string chunk_name(const Incarnation& who, size_t chunk) {
     return who.text() + "." + std::to_string(chunk);
 }
 
-// In sent/s. One that closes another worker's place has LogEntry's `waited` in `bytes`, and in `digest`
-// whether that worker is missing.
+// A line, in sent/s. A line that closes another worker's place has LogEntry's `waited` in `bytes` and, in
+// `digest`, whether that worker is missing.
 struct LogLine {
     uint64_t hash = 0;    // of the fragment's global parameters at the sender
     uint64_t tokens = 0;  // trained on since its last send that counted; 0: abstains
@@ -236,7 +240,7 @@ struct LogBase {
     }
 };
 
-// What the log begins with. The members hold it, and the run's first sync waits for all of them.
+// What the log begins with, and the members: all that were there. The run's first sync waits for them.
 struct LogBeginning {
     LogBase base;
     std::vector<Incarnation> members;  // a start of each worker

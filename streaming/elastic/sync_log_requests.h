@@ -70,7 +70,7 @@ inline void SyncLog::check_generation(const StoreAnswer& answer) {
     if (phase == Phase::stopped || generation.empty() || answer.lost) { return; }
     if (!answer.found || answer.value != generation) {
         end.turn = LogTurn::lost;
-        stop("the store has lost the run: it came back empty, or is another one");
+        stop("the store has lost the run: it came back empty, or is another store");
     }
 }
 
@@ -83,7 +83,7 @@ inline void SyncLog::checkpointed(const std::vector<long>& positions) {
 
 inline void SyncLog::lose_store(const std::string& trouble, double now) {
     if (!std::exchange(is_cut_off, true)) {
-        say(LogEventKind::store_lost, "has lost the store, and continues until it needs it" +
+        say(LogEventKind::store_lost, "has lost the store, and continues until it needs the store" +
                                           (trouble.empty() ? "" : ": " + trouble));
         cut_off_since = asked_at;
     }
@@ -110,7 +110,11 @@ inline void SyncLog::make_room(double now) {
                    (one.request.folder == key("held") && one.request.name == giving->want);
         };
         asked.erase(std::remove_if(asked.begin(), asked.end(), is_of_it), asked.end());
-        put_off_giving("the store has no memory for it", now);
+        put_off_giving("the store has no memory left for it", now);
+    }
+    if (phase == Phase::running && has_looked && now >= sweeps_at) {  // without room, nobody decides a sync
+        sweeps_at = now + options.elastic.grace;
+        sweep(true);
     }
     const auto writes = [this](const Asked& one) {
         const auto kind = one.request.kind;
@@ -184,7 +188,7 @@ inline void SyncLog::ask_chores() {
 }
 
 // -----------------------------------------------------------------------------------------------------------
-// What there is to tell
+// Events
 
 inline void SyncLog::stop(const std::string& reason) {
     end.why = reason;
@@ -192,7 +196,7 @@ inline void SyncLog::stop(const std::string& reason) {
     phase = Phase::stopped;
 }
 
-// Once for each sync. In place of a sync: to_begin, nobody_to_give.
+// Once for each sync. In place of a sync: to_begin, nobody_to_give, no_room.
 inline void SyncLog::say_waits(const std::string& what, long sync) {
     if (!waits_told.insert(sync).second) { return; }
     say(LogEventKind::too_few, "waits: " + what, std::max(sync, -1L));

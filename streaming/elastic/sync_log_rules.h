@@ -15,8 +15,8 @@ class SyncLogRules {
 public:
     virtual ~SyncLogRules() = default;
 
-    // A start takes a number above those of all earlier starts (tokens, by number), and the number is its own
-    // if its token is what lies there: nothing that an earlier start wrote is ever written again.
+    // A start takes a number above those of all earlier starts (taken: their tokens, by number). The number
+    // is its own if its token lies there, so nothing that an earlier start wrote is ever written again.
     virtual int first_free(const std::map<std::string, std::string>& taken) const {
         int free = 1;
         for (const auto& [number, token] : taken) { free = std::max(free, std::atoi(number.c_str()) + 1); }
@@ -40,8 +40,8 @@ public:
     // The first entry wins. Every worker uses the one that it reads there, the decider included.
     virtual StoreRequest::Kind entry_is_written_by() const { return StoreRequest::put_if_absent; }
 
-    // Over a bucket a worker's first line in a sync stays, and an entry needs one of each worker, its own or
-    // one that closes its place. No line ever goes: only the payload behind it does.
+    // Over a bucket a worker's first line in a sync stays, and an entry needs a line in each worker's place:
+    // its own, or one that closes the place. No line is ever removed, only the payload that follows it.
     virtual StoreRequest::Kind line_is_written_by() const { return StoreRequest::put_if_absent; }
     virtual bool are_all(size_t lines, int workers) const { return int(lines) >= workers; }
     virtual StoreRequest::Kind payload_goes_by() const { return StoreRequest::put; }
@@ -70,9 +70,9 @@ public:
     // A worker that ends has applied every sync that any worker can have sent by the last step.
     virtual bool is_of_run(long send_step, long last_step) const { return send_step <= last_step; }
 
-    // The oldest sync of a fragment whose payloads are kept when its sync number `index` is decided: a worker
-    // that is `retain` syncs behind needs them, and so do workers that restart from their checkpoints, two of
-    // which reach to `durable`.
+    // The oldest sync of a fragment whose payloads are kept when the fragment's sync `index` is decided. They
+    // are needed by a worker that is `retain` syncs behind, and by workers that restart from checkpoints, two
+    // of which reach up to `durable`.
     virtual long oldest_kept(long index, long retain, long durable) const {
         return std::min(index - retain, durable);
     }

@@ -138,7 +138,7 @@ inline void SyncLog::note_open(long sync) {
     not_open_at = looked_from;
 }
 
-// The worker with the lowest number gives; the next one if that does not, or makes no progress.
+// The worker with the lowest number gives; if it does not, or makes no progress, the next one does.
 inline void SyncLog::choose_reader(bool is_last, double now) {
     has_looked_last = is_last;
     is_wanted = false;
@@ -165,11 +165,11 @@ inline void SyncLog::look_for_an_end() {
     ask({StoreRequest::list, key("done")}, [this](const StoreAnswer& answer, double) {
         if (snapshot.offer) { return; }
         if (answer.listing.empty()) {
-            return say_waits("nobody who is alive holds what the run has: start a worker that has a "
+            return say_waits("no live worker holds the run's state: start a worker that has a "
                              "checkpoint of it, or begin another run (--run-name)", nobody_to_give);
         }
         end.turn = LogTurn::over;
-        stop("the run is over, and nobody is there to take a snapshot from");
+        stop("the run is over, and no worker is left to give a snapshot");
     });
 }
 
@@ -183,6 +183,7 @@ inline void SyncLog::write_snapshot(double now) {
     }
     const std::string place = numbers(positions()), line = place + "\n";
     try {
+        Spool::require_room(options.spool_folder, shard.snapshot_bytes());
         Spool bytes(options.spool_folder);
         bytes.append(line.data(), line.size());
         shard.append_snapshot(bytes);
@@ -268,7 +269,7 @@ inline void SyncLog::forget_snapshot() {
 inline void SyncLog::choose_behind(double now) {
     if (snapshot.is_whole) { return; }
     ask_chores();
-    if (!snapshot.is_wanted) {
+    if (!snapshot.is_wanted && has_room_for_snapshot()) {
         ask({StoreRequest::put_if_absent, key("want"), want(), "-"},
             [this](const StoreAnswer&, double) { snapshot.is_wanted = true; });
     }
@@ -280,6 +281,18 @@ inline void SyncLog::choose_behind(double now) {
         look_for_offer();
     }
     if (now >= look_around_at) { look_around(bool(snapshot.offer)); }
+}
+
+// Without room for it, this worker asks nobody to make a snapshot.
+inline bool SyncLog::has_room_for_snapshot() {
+    lacks_room.clear();
+    try {
+        Spool::require_room(options.spool_folder, shard.snapshot_bytes());
+    } catch (const SpoolError& error) {
+        lacks_room = std::string("the snapshot that this worker needs cannot be stored (") + error.what() + ")";
+        say_waits(lacks_room, no_room);
+    }
+    return lacks_room.empty();
 }
 
 inline void SyncLog::look_for_offer() {
@@ -313,7 +326,7 @@ inline void SyncLog::take_chunk_of_snapshot(const StoreAnswer& answer) {
         if (snapshot.chunks == 0) { snapshot.bytes = Spool(options.spool_folder); }
         snapshot.bytes.append(answer.value.data(), answer.value.size());
     } catch (const SpoolError& error) {
-        return stop(std::string("the snapshot that this worker needs cannot be kept: ") + error.what());
+        return stop(std::string("the snapshot that this worker needs cannot be stored: ") + error.what());
     }
     snapshot.chunks++;
     const bool is_last = snapshot.chunks == chunks_of(offer.bytes, options.snapshot_chunk);
@@ -343,17 +356,13 @@ inline void SyncLog::sweep(bool with_snapshots) {
     sweep_by({StoreRequest::list, key("held")},
              [this, held](const StoreAnswer& answer, double) { note_held(answer.listing, *held); });
     sweep_by({StoreRequest::list, key("durable")}, [this, held](const StoreAnswer& answer, double) {
+        const long first = covered(answer.listing);
         std::vector<long> oldest;
-        for (size_t p = 0; p < slots.size(); p++) {
-            std::vector<long> durable;
-            for (const auto& [worker, text] : answer.listing) {
-                const std::vector<long> positions = parse_numbers(text);
-                if (positions.size() == slots.size()) { durable.push_back(positions[p]); }
-            }
-            // The newest that is known to be decided.
-            const long index = schedule.index(slots[p].sync) - (slots[p].entry ? 0 : 1);
-            const long kept = rules.oldest_kept(index, options.elastic.retain, covered(durable, index));
-            oldest.push_back(std::min(kept, std::max((*held)[p], index - 16 * options.elastic.retain)));
+        for (int p = 0; p < schedule.fragments(); p++) {
+            const long index = newest_decided(slots[size_t(p)]);
+            const long durable = options.checkpoints ? schedule.index_from(p, first) : index;
+            const long kept = rules.oldest_kept(index, options.elastic.retain, durable);
+            oldest.push_back(std::min(kept, (*held)[size_t(p)]));
         }
         if (has_large) { sweep_syncs(key("payload/"), oldest); }
         if (!in_bucket()) { return sweep_syncs(key("sent/"), oldest); }
@@ -378,17 +387,32 @@ inline void SyncLog::note_held(const Listing& listing, std::vector<long>& held) 
         }
         const std::vector<long> positions = parse_numbers(text);
         if (positions.size() != held.size()) { continue; }
-        for (size_t p = 0; p < held.size(); p++) { held[p] = std::min(held[p], positions[p]); }
+        // A worker's n-th try may take twice as long as the one before, which may have been too slow.
+        const int attempt = std::atoi(want.c_str() + want.rfind('.') + 1);
+        const long most = 16 * options.elastic.retain << std::min(std::max(attempt - 1, 0), 6);
+        for (size_t p = 0; p < held.size(); p++) {
+            held[p] = std::min(held[p], std::max(positions[p], newest_decided(slots[p]) - most));
+        }
     }
 }
 
-// Up to where the checkpoints of two workers reach, since one of them may be lost.
-inline long SyncLog::covered(std::vector<long> positions, long index) const {
-    if (!options.checkpoints) { return index; }
+// The checkpoints of two workers, one of which may be lost, contain all syncs before this one. One number for
+// all fragments, since a worker resumes all of them from one checkpoint.
+inline long SyncLog::covered(const Listing& durable) const {
+    std::vector<long> firsts;  // of each checkpoint, the oldest sync that it lacks
+    for (const auto& [worker, text] : durable) {
+        const std::vector<long> positions = parse_numbers(text);
+        if (positions.size() != slots.size()) { continue; }
+        long first = std::numeric_limits<long>::max();
+        for (int p = 0; p < schedule.fragments(); p++) {
+            first = std::min(first, schedule.sync(p, positions[size_t(p)]));
+        }
+        firsts.push_back(first);
+    }
     const size_t copies = size_t(std::min(2, options.elastic.min_workers));
-    if (positions.size() < copies) { return 0; }
-    std::sort(positions.rbegin(), positions.rend());
-    return positions[copies - 1];
+    if (firsts.size() < copies) { return 0; }
+    std::sort(firsts.rbegin(), firsts.rend());
+    return firsts[copies - 1];
 }
 
 // oldest: the oldest sync that is kept, by fragment

@@ -29,7 +29,7 @@ inline void SyncLog::compare() {
         [this](const StoreAnswer& answer, double) {
             if (!rules.is_same_run(start.fingerprint, answer.value)) {
                 end.theirs = answer.value;
-                return stop("its options are not those of the run");
+                return stop("its options differ from the run's");
             }
             phase = Phase::registering;
         });
@@ -67,8 +67,8 @@ inline LogBase SyncLog::base() const {
     return base;
 }
 
-// What the log begins with: what most of the workers hold that are there. A worker that is registered by then
-// and alive is a member, which is expected in the run's first sync.
+// Agrees on what the log begins with: the newest state that the workers present hold (base_to_begin_with).
+// All that are registered by then and alive are members, for which the run's first sync waits.
 inline void SyncLog::agree(double now) {
     const auto then_begin = [this](const StoreAnswer& answer, double now) {
         if (!answer.found && !beginning) { return; }  // nobody has begun
@@ -106,7 +106,7 @@ inline void SyncLog::agree_on(const Listing& registered, double now) {
     if (!all && now < agree_from + options.elastic.grace) { return; }
     const int least = std::max(options.elastic.min_workers, options.elastic.least_to_begin);
     if (!all && int(there.size()) < least) {
-        return say_waits(format("%zu of at least %d workers are here to begin", there.size(), least));
+        return say_waits(format("%zu of at least %d workers have joined to begin", there.size(), least));
     }
     std::vector<Incarnation> members;
     std::vector<LogBase> held;
@@ -119,7 +119,7 @@ inline void SyncLog::agree_on(const Listing& registered, double now) {
     if (base) {
         beginning = LogBeginning{*base, members};
     } else {
-        all ? stop(std::string("nobody knows whose checkpoints are right: ") + tie) : say_waits(tie);
+        all ? stop(std::string("it is unclear whose checkpoints are right: ") + tie) : say_waits(tie);
     }
 }
 
@@ -133,7 +133,7 @@ inline void SyncLog::begin(const LogBeginning& beginning, double now) {
         presence.expect(beginning.members, promise, now);
         is_aligned = true;
     }
-    if (!(beginning.base == base())) { return fall_behind("does not hold what the run begins with"); }
+    if (!(beginning.base == base())) { return fall_behind("does not hold the state the run begins with"); }
     phase = Phase::running;
     if (start.from_checkpoint) { checkpointed(start.positions); }
 }

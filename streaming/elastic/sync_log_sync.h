@@ -32,7 +32,7 @@ inline SyncLog::Slot* SyncLog::find(long sync) {
     return nullptr;
 }
 
-// Handlers find their slot by its sync, since the slot may be at the next one by now.
+// A handler finds its slot by the sync, since the slot may have moved on to its next sync.
 template <class Then>
 SyncLog::Handler SyncLog::with_slot(long sync, Then then) {
     return [this, sync, then](const StoreAnswer& answer, double now) {
@@ -62,8 +62,8 @@ inline void SyncLog::send(Slot& slot) {
                is_in_line ? "\n" + payload : "");
 }
 
-// If this is the last line, a store with scripts decides. Over a bucket the others' lines are asked for
-// beside it. Otherwise the next look leads to an entry.   payload: what goes behind the line
+// If this is the last line, a store with scripts decides. Over a bucket the others' lines are asked for at
+// the same time. Otherwise the next look leads to an entry.   payload: what follows the line
 inline void SyncLog::write_line(Slot& slot, const LogLine& line, Slot::Own own, const std::string& payload) {
     const std::string name = in_bucket() ? words(me.worker) : me.text();
     const std::string text = (in_bucket() ? me.text() + " " : "") + line.text() + payload;
@@ -85,8 +85,8 @@ inline void SyncLog::write_line(Slot& slot, const LogLine& line, Slot::Own own, 
 
 // Over a bucket the lines of all workers are the entry (README.md).
 
-// Whose lines are not found yet. A worker that has no line asks for its own if its place may be closed, also
-// while it sends a large payload.
+// The workers whose lines are not found yet. A worker without a line asks for its own, too, if its place may
+// have been closed, even while it sends a large payload.
 inline std::vector<std::string> SyncLog::lacking(const Slot& slot, Presence::Which of) const {
     std::vector<std::string> missing;
     const bool may_be_closed = is_behind(slot) && (slot.own == Slot::none || slot.chunks > 0);
@@ -108,7 +108,7 @@ inline void SyncLog::add_lines(std::vector<Asked>& to, const Slot& slot, Presenc
     }
 }
 
-// They count if the store is still the one that has the run.
+// Asks for lines, which count only if the store is still the one that has the run.
 inline void SyncLog::ask_lines(const Slot& slot, Presence::Which of, bool may_close) {
     add_lines(asked, slot, of);
     ask({StoreRequest::get, "run", "generation"},
@@ -133,7 +133,7 @@ inline void SyncLog::weigh(Slot& slot, bool may_close, double now) {
     if (phase == Phase::running) { consider(slot, std::min(asked_at, looked_from), now); }
 }
 
-// A line that abstains goes where a worker has none. The first line stays: the worker's own may come before.
+// Puts a line that abstains into each empty place. The first line stays: the worker's own may come first.
 inline void SyncLog::close(Slot& slot) {
     const LogEntry decision = *std::exchange(slot.proposal, std::nullopt);
     for (int w = 0; w < options.workers; w++) {
@@ -163,8 +163,8 @@ inline void SyncLog::settle(Slot& slot, const StandingLines& standing) {
     take_entry(slot, entry.text());
 }
 
-// A worker that has not sent asks only whether its place is closed, unless the sync must be decided. Once all
-// at work have sent, the others' places may be closed soon.
+// A worker that has not sent asks only whether its place is closed, unless the sync must have been decided.
+// Once all workers at work have sent, the others' places may soon be closed.
 inline void SyncLog::listen_to_lines(Slot& slot) {
     const bool was_near = std::exchange(slot.is_near, false), has_all = lacking(slot).empty();
     if (was_near && has_all) { patience = std::min(patience, std::max(0.1, 3 * look_seconds)); }
@@ -192,7 +192,7 @@ inline void SyncLog::take_lines(Slot& slot, const Listing& texts) {
     }
 }
 
-// Should there be an entry? The beats are asked for after the lines; over a bucket the heartbeat lists them.
+// Checks whether it is time for an entry. Beats are read after lines; over a bucket the heartbeat lists them.
 inline void SyncLog::look(Slot& slot) {
     if (in_bucket()) {
         slot.look_at = asked_at + pause();
@@ -230,7 +230,7 @@ inline bool SyncLog::listens() const {
 }
 
 // Waits for entries only if none of them can already be there. The generation is asked for after the entries,
-// and no entry is used before it is checked. Requests whose answers are lost are made again.
+// and checked before any entry is used. Requests whose answers are lost are made again.
 inline std::vector<StoreRequest> SyncLog::listen() {
     listened_for.clear();
     if (!listens()) { return {}; }
@@ -316,7 +316,7 @@ inline void SyncLog::consider(Slot& slot, double asked, double now) {
 inline std::optional<LogEntry> SyncLog::decide(const Slot& slot, const StandingLines& standing, double asked,
                                                double now) {
     if (int(standing.size()) < options.elastic.min_workers) { return std::nullopt; }
-    std::set<int> there;  // workers that have a line, or one that others have put in its place
+    std::set<int> there;  // workers with a line, their own or one that closes their place
     for (const auto& [worker, line] : standing) { there.insert(worker); }
     for (const auto& [worker, line] : slot.closed) { there.insert(worker); }
     const double due_since = due_for_all(slot, now), all_since = stands_since(now);
@@ -362,8 +362,8 @@ inline double SyncLog::stands_since(double now) const {
     return first;
 }
 
-// Tells that nobody may decide: too few workers have sent, or no hash has a majority. Or that this worker may
-// not, and others have yet to show that it is wrong.
+// Tells that nobody may decide, since too few workers have sent or no hash has a majority; or that this
+// worker may not, since another hash has the majority so far.
 inline void SyncLog::tell_of_few(Slot& slot, const StandingLines& standing, double asked) {
     const bool waits = slot.due_since >= 0 && asked >= slot.judged_since() + options.elastic.grace;
     const bool are_few = int(standing.size()) < options.elastic.min_workers;
@@ -432,7 +432,7 @@ inline void SyncLog::refuse(const std::string& folder, const std::string& name, 
 // they would be read again. Another snapshot replaces them.
 inline void SyncLog::diverge(const Slot& slot) {
     if (!is_proven[size_t(schedule.fragment(slot.sync))]) {
-        return fall_behind("has begun with other global parameters than the run's");
+        return fall_behind("began with global parameters that are not the run's");
     }
     diverge();
 }
@@ -460,15 +460,15 @@ inline void SyncLog::fetch_payloads(Slot& slot) {
     }
 }
 
-// A damaged payload is as good as none: a snapshot from a worker that has another copy of it replaces it.
-// at: the chunk's place in the payload   answer: the chunk, or a line with the payload behind it
+// A damaged payload counts as missing: the worker takes a snapshot from one that has read a good copy.
+// at: the chunk's place in the payload   answer: the chunk, or a line that is followed by the payload
 inline void SyncLog::take_chunk(Slot& slot, size_t i, size_t at, const StoreAnswer& answer) {
     if (phase != Phase::running || i >= slot.payloads.size() || at != slot.payloads[i].size()) { return; }
     const Contributor& one = slot.entry->contributors[i];
     const bool is_in_line = one.bytes <= options.in_line;
     const size_t begin = is_in_line ? answer.value.find('\n') + 1 : 0;  // 0 in a line: there is no payload
     if (!answer.found || (is_in_line && begin == 0)) {
-        const char* advice = snapshot.attempt > 1 ? ": if it repeats, give all others a larger --retain" : "";
+        const char* advice = snapshot.attempt > 1 ? ": if it recurs, give all others a larger --retain" : "";
         return fall_behind(format("finds a payload of sync %ld gone", slot.sync) + advice);
     }
     const std::string_view chunk = std::string_view(answer.value).substr(begin);
@@ -476,17 +476,17 @@ inline void SyncLog::take_chunk(Slot& slot, size_t i, size_t at, const StoreAnsw
     const std::string name = folder("payload", slot.sync) + " " + chunk_name(one.who, at / chunk_of(one.bytes));
     if (chunk.size() != bytes) {
         return fall_behind(
-            format("finds %s damaged (%zu bytes in place of %zu)", name.c_str(), chunk.size(), bytes));
+            format("finds %s damaged (%zu bytes instead of %zu)", name.c_str(), chunk.size(), bytes));
     }
     slot.payloads[i] += chunk;
     slot.bytes_read += chunk.size();
     if (slot.has_payload(i) && digest_of(slot.payloads[i]) != one.digest) {
-        fall_behind(format("finds %s damaged (its digest is another one)", name.c_str()));
+        fall_behind(format("finds %s damaged (its digest does not match)", name.c_str()));
     }
 }
 
-// Of payloads that came with their lines. A worker does not read back its own payload. It checks that the
-// entry has the payload's size and digest.
+// Takes payloads that came with their lines. A worker does not read back its own payload, but checks that the
+// entry has its size and digest.
 inline void SyncLog::take_known_payloads(Slot& slot) {
     for (size_t i = 0; i < slot.payloads.size(); i++) {
         const Contributor& one = slot.entry->contributors[i];

@@ -32,7 +32,7 @@ public:
     // trips, for which no payload waits here.
     Heartbeat(double interval, bool looks) : interval(interval), looks(looks) {}
 
-    // A beat that says something new goes out at once, and the first ones follow soon, which show life.
+    // A beat that says something new goes out at once. The first ones follow each other fast, to show life.
     std::vector<StoreRequest> requests(const LogPulse& pulse, double now) {
         if (pulse.folder.empty() || (now < next && pulse == shown)) { return {}; }
         shown = pulse;
@@ -48,7 +48,7 @@ public:
         return answer.lost || is_heard;
     }
 
-    // The last beat of a process that ends and can still say so: nobody waits for it any more.
+    // The last beat of a process that ends: it tells the others not to wait for that process any more.
     std::vector<StoreRequest> farewell() {
         LogBeat last = shown.beat;
         last.promise = LogBeat::ends;
@@ -247,7 +247,7 @@ private:
 
     const SyncLogRules rules;
 
-    mutable std::mutex mutex;  // of what follows, up to the next one
+    mutable std::mutex mutex;  // guards what follows, up to the next mutex
     std::condition_variable needed, listens, answered;
     SyncLog log;
     double asks_at = 0;         // when the store's thread looks again; 0: it is working
@@ -256,10 +256,10 @@ private:
 
     std::mutex pulse_mutex;
     std::condition_variable pulse_changed;
-    LogPulse pulse;  // changes under both, so that a thread may read it that holds either
+    LogPulse pulse;  // written under both mutexes, so that holding either is enough to read it
     Heartbeat heartbeat;
 
-    std::atomic<bool> ending{false};  // changes under both
+    std::atomic<bool> ending{false};  // written under both mutexes
     const std::unique_ptr<LogStore> store, pulse_store, listen_store;
     std::thread asking, beating, listening;  // the last members: they use all others
 };

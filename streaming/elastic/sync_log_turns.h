@@ -63,7 +63,7 @@ inline LogTurn SyncLog::take_turn(long step, double now) {
     return {LogTurn::go_on};
 }
 
-// began_step, began_at: so that steps done since then took the time since then, waits left out.
+// Keeps began_at so that the steps since began_step took the time since began_at, without the waits.
 inline void SyncLog::keep_time(bool waits, double now) {
     if (!has_begun && !waits) {
         has_begun = true;
@@ -93,8 +93,8 @@ inline int SyncLog::ready() const {
     return first == nullptr ? -1 : int(first - slots.data());
 }
 
-// Behind by more steps than it may be. A worker that the others wait for does not jump for a short delay, nor
-// before it has sent for the first time, so that a run in which nobody is late skips no step.
+// Whether it is behind by more steps than it may be. A worker that the others wait for does not jump for a
+// short delay, nor before it has first sent, so that a run in which nobody is late skips no step.
 inline bool SyncLog::is_far_behind() const {
     const long max_lag = is_aligned ? options.elastic.max_lag : 0;
     const bool may_catch_up = lag <= options.elastic.grace / 5 && 0 <= promise && promise <= newest_open;
@@ -154,14 +154,14 @@ inline void SyncLog::keep_promise(const Slot& slot) {
     say(LogEventKind::late, format("was late for sync %ld", slot.sync), slot.sync);
 }
 
-// Its line is in the store. If that is within the grace of the first sender, and before anybody sent a later
-// sync, workers that wait would get its payload in time.
+// Called when its line is in the store. If that is within the first sender's grace, and before anybody has
+// sent a later sync, waiting workers would get its payload in time, so it makes a promise.
 inline void SyncLog::show_pace(long sync, double now) {
     const bool is_newest = schedule.send_step(newest_open) <= schedule.send_step(sync);
     if (is_newest && now <= not_open_at + options.elastic.grace) { make_promise(); }
 }
 
-// From the next sync on; from a later one each time that it was late, so that others seldom wait in vain.
+// Promises the next sync, or a later one each time that it was late, so that others seldom wait in vain.
 inline void SyncLog::make_promise() {
     if (promise >= 0 && promise != LogBeat::nothing) { return; }
     const long later = times_late < 2 ? 0 : long(schedule.fragments()) << std::min(times_late - 2, 4);

@@ -20,7 +20,7 @@ struct SyncLogOptions {
     long overlap = 1;                    // tau
     long last_step = 1'000'000'000'000;  // of the run
     double timeout = 600;                // seconds that a worker waits for a store that does not answer
-    bool checkpoints = true;             // payloads wait for those of min(2, min_workers) workers
+    bool checkpoints = true;             // payloads are kept until min(2, min_workers) checkpoints cover them
     std::string spool_folder = "";       // where a snapshot lies that is given or taken (Spool)
     size_t chunk = 64 << 20;             // bytes of a payload in one value
     size_t in_line = 0;                  // a payload of up to so many bytes is a part of its line (a bucket)
@@ -65,18 +65,19 @@ public:
     // counted: this worker's payload is among them, perhaps that of an earlier start
     virtual void apply(long sync, const std::vector<Contribution>& contributions, bool counted) = 0;
 
+    virtual size_t snapshot_bytes() const = 0;
     // Appends global and momentum of all fragments. SpoolError if the disk has no room for them.
     virtual void append_snapshot(Spool& spool) = 0;
-    virtual void load(const Spool& snapshot, size_t at) = 0;  // from there on; and local = global
+    virtual void load(const Spool& snapshot, size_t at) = 0;  // from byte `at` on; then local = global
 };
 
 struct LogTurn {
-    enum Kind { go_on, jump, wait, over, lost, stop };  // a worker's ranks do the last that any of them must
+    enum Kind { go_on, jump, wait, over, lost, stop };  // a worker's ranks all do the last of their kinds
     Kind kind;
     long step = 0;  // to jump to; it counts as done
 };
 
-// Why a sync log has stopped, and whether that was for one of these reasons.
+// Why a sync log has stopped.
 struct LogStop {
     std::string why;        // "": it has not
     LogTurn::Kind turn = LogTurn::stop;  // over: all others have ended; lost: the store has lost the run

@@ -96,7 +96,7 @@ TEST(Device, AGpuThatTheProgramHasNoCodeForIsRefused) {
         FAIL();
     } catch (const UserError& error) {
         const std::string text = error.what();
-        EXPECT_NE(text.find("8.6 and later, and NVIDIA A100 has 8.0"), std::string::npos) << text;
+        EXPECT_NE(text.find("8.6 and later, but NVIDIA A100 has 8.0"), std::string::npos) << text;
         EXPECT_NE(text.find("GPU_ARCH=80"), std::string::npos) << text;
     }
 }

@@ -926,7 +926,7 @@ def test_a_newcomer_that_finds_no_worker_to_give_it_a_snapshot_gives_up(workers)
         worker.kill()
     remove_payloads(run)
     run[0].start()
-    assert gave_up(run[0], "nobody who is alive can give the snapshot")
+    assert gave_up(run[0], "no live worker can give the snapshot")
 
 
 # -----------------------------------------------------------------------------------------------------------

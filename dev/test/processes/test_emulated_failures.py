@@ -99,10 +99,10 @@ FAULTS = {
     "fails in a step": (2, "error:0:33", LONG, "some", NAMES[2]),
     "hangs in a step": (2, "hang:0:33", {**LONG, **SOON}, "some", "waited 8 s"),
     "hangs in an exchange": (1, "hang:0:3", {**LONG, **SOON}, "some", "waited 8 s"),
-    "of one worker hangs while it joins": (1, "hang:1:0", ONE, "none", "the end of the joining"),
-    "of one worker hangs in the first collectives": (1, "hang:1:2", ONE, "none", "the end of the first"),
-    "of one worker hangs in the validation": (1, "hang:1:6", {"-v": 3, **ONE}, "none", "end of what comes"),
-    "of one worker hangs in a step": (1, "hang:1:33", {**LONG, **ONE}, "some", "the end of step"),
+    "of one worker hangs while it joins": (1, "hang:1:0", ONE, "none", "connection of the processes to"),
+    "of one worker hangs in the first collectives": (1, "hang:1:2", ONE, "none", "the first collectives to"),
+    "of one worker hangs in the validation": (1, "hang:1:6", {"-v": 3, **ONE}, "none", "evaluation before step 1 to"),
+    "of one worker hangs in a step": (1, "hang:1:33", {**LONG, **ONE}, "some", "to finish: another"),
 }
 
 

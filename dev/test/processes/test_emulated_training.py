@@ -80,6 +80,16 @@ def test_the_host_waits_in_no_call_of_a_step_nor_of_its_checkpoint(train):
     assert calls(2) == calls(5) > 0
 
 
+def test_the_host_enqueues_a_step_while_the_device_computes_the_one_before(train):
+    def most_queued(steps):
+        options = {**SMALL, "-x": steps, "-v": 0, "-s": 0, "--workers": 1, "--ranks": 1, "-H": None,
+                   "--overlap": None, "--fragment-layers": None, "--outer-dtype": None}
+        run = train(str(steps), options, environment={**environment(0), "EMULATOR_COUNT_WAITS": "1"},
+                    trainer=EMULATED)
+        return int(re.search(r"queue held up to (\d+) items", run.stderr)[1])
+    assert most_queued(4) > 1.5 * most_queued(1)
+
+
 def test_launches_of_a_micro_step_of_the_largest_gpt_2_fit_into_a_stream_s_queue(train):
     """About 1,000 do; beyond that the host waits in a launch. d48, GELU in the forward's product, as on Hopper."""
     def launches(layers, micro_steps):

@@ -224,7 +224,7 @@ LARGE = {"--layers": 4, "--heads": 4, "--channels": 256, "--vocab-size": 1024, "
 
 def said_of_memory(run):
     """(bytes that it takes, bytes that are there), in GB"""
-    (both,) = re.findall(r"needs about ([0-9.]+) GB of memory.*, and there are ([0-9.]+) GB: ", run.stderr)
+    (both,) = re.findall(r"needs about ([0-9.]+) GB of memory.*, but there are only ([0-9.]+) GB: ", run.stderr)
     return tuple(map(float, both))
 
 
@@ -265,7 +265,7 @@ def test_the_memory_that_a_run_takes_is_known_before(tokens, tmp_path, options):
 def test_a_run_that_does_not_fit_into_memory_is_refused_before_it_takes_any(train, options):
     begin = time.monotonic()
     run = train("run", {**LARGE, **options}, status=2)
-    refused(run, "of memory", "and there are", "lower -b, -t or the model's sizes")
+    refused(run, "of memory", "but there are only", "lower -b, -t or the model's sizes")
     needed, there = said_of_memory(run)
     assert needed > there > 0 and time.monotonic() - begin < 5 * PATIENCE
 

@@ -47,7 +47,7 @@ def test_parts_are_in_the_order_that_finds_trouble_early(tmp_path):
                                          ("NVIDIA A100-SXM4-80GB", "--gpu a100 "), ("NVIDIA A100-SXM4-40GB", "a100-40"),
                                          ("NVIDIA GeForce RTX 4090", "--check")])
 def test_the_prediction_is_of_this_gpu(name, words):
-    [command] = gpu_report.predictions(name)
+    [command] = gpu_report.predictions(f"{name}, 580.95.05, 40960 MiB")
     assert words in " ".join(map(str, command)) + " "
 
 

@@ -49,13 +49,13 @@ def test_a_checkpoint_of_the_other_optimizer_is_refused_and_its_model_taken(trai
     train("run", {**MUON, "-n": 10})
     other = {**MUON, "--optimizer": "adamw", "-n": 10, "-y": 1, "-x": 30}
     refused = train("run", other, status=2)
-    assert re.fullmatch(r"error: the checkpoint in \S+ is of a run with --optimizer muon: resume it with that, or "
+    assert re.fullmatch(r"error: the checkpoint in \S+ was made with --optimizer muon: resume it with that, or "
                         r"start from its model \(-e \S+/model_00000020.bin\)\n", refused.stderr)
     sizes = {name: None for name in ("--layers", "--heads", "--channels", "--vocab-size")}
     started = train("started", {**other, **sizes, "-e": refused.folder / "model_00000020.bin", "-x": 2})
     assert started.losses()[0] == pytest.approx(refused.losses()[-1], rel=0.2)
     train("adamw", {**other, "-y": 0})
-    assert "is of a run with --optimizer adamw" in train("adamw", {**MUON, "-n": 10, "-y": 1, "-x": 40},
+    assert "was made with --optimizer adamw" in train("adamw", {**MUON, "-n": 10, "-y": 1, "-x": 40},
                                                          status=2).stderr
 
 

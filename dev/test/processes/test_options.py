@@ -106,8 +106,8 @@ def test_a_run_that_llm_c_s_flags_have_started_goes_on_from_its_config(train, tm
     result = finish([TRAINER, *config], tmp_path)
     assert result.returncode == 0, result.stderr
     assert "resumed after step 8" in result.stdout
-    changes = [line for line in result.stdout.splitlines() if line.startswith("resumed with other options")]
-    assert changes == ["resumed with other options: max-steps 8 -> 12"]
+    changes = [line for line in result.stdout.splitlines() if line.startswith("resumed with changed options")]
+    assert changes == ["resumed with changed options: max-steps 8 -> 12"]
     assert (tmp_path / "run" / "model_00000012.bin").read_bytes() == whole.model()
 
 

@@ -43,7 +43,7 @@ def test_without_H_one_is_chosen_from_the_steps_and_a_resumed_run_keeps_it(train
     options = {name: value for name, value in OUTER.items() if name not in ("--inner-steps", "--overlap")}
     run = train("run", {**options, "-x": 40, "-n": 20, "-y": 1})
     assert "\nnote       -H is not given: H = 10 for 40 steps (100 from 100000 steps on)\n" in run.stdout
-    assert "\nouter      4 outer steps, H = 10, are few: expect a loss more than 12% above data-parallel's" in run.stdout
+    assert "\nouter      4 outer steps, H = 10: few, so expect a loss more than 12% above data-parallel's" in run.stdout
     longer = train("run", {**options, "-x": 80, "-n": 20, "-y": 1})
     assert f"H = 10, as in {longer.folder}/config.toml" in longer.stdout and "8 outer steps" in longer.stdout
     assert "resumed after step 40" in longer.stdout and "inner-steps" not in longer.stdout

@@ -367,7 +367,7 @@ def test_a_second_start_leaves_the_first_run_alone(begin, options):
     first = begin("run", options)
     assert wait_until(lambda: steps_logged(first) > 20, first)
     second = begin("run", options)
-    assert second.wait() == [75] and "a run that has not ended writes into" in second.output()
+    assert second.wait() == [75] and "another run is still writing into" in second.output()
     steps = steps_logged(first)
     assert wait_until(lambda: steps_logged(first) > steps + 20, first)
     first.launchers[0].send_signal(signal.SIGTERM)
@@ -523,7 +523,7 @@ def test_what_a_run_left_that_was_killed_in_its_first_checkpoint_is_no_obstacle(
 def test_options_that_cannot_be_written_end_a_new_run_but_not_one_that_resumes(run, copy, tmp_path):
     (copy("run", 40) / "config.toml.tmp").mkdir()
     resumed = run("run", TWO)
-    assert resumed_step(resumed) == 40 and "warning: the old config.toml stays: cannot write " in resumed.output()
+    assert resumed_step(resumed) == 40 and "warning: the old config.toml is kept: cannot write " in resumed.output()
     (tmp_path / "new/run/config.toml.tmp").mkdir(parents=True)
     (tmp_path / "new/run/config.toml").write_text("")
     assert "cannot write " in run("new", {**TWO, "-y": 0}, status=1).stderr()
@@ -533,7 +533,7 @@ def test_changed_options_are_named(run, copy):
     copy("run", 40)
     resumed = run("run", {**TWO, "-l": 0.02, "--local-weight": 0.25, "-x": 80, "--overlap": 3})
     assert resumed_step(resumed) == 40
-    (line,) = re.findall("^resumed with other options: (.*)$", resumed.stdout(), re.M)
+    (line,) = re.findall("^resumed with changed options: (.*)$", resumed.stdout(), re.M)
     changes = set(line.split(", "))
     assert {change for change in changes if not change.startswith("output ")} == {
         "lr 0.01 -> 0.02", "local-weight 0.5 -> 0.25", "max-steps 60 -> 80", "overlap 2 -> 3"}
@@ -784,7 +784,7 @@ def test_on_a_full_disk_the_last_whole_checkpoint_resumes(run, begin, small_disk
     assert start.wait() == [1], start.output()
     # It trains to its end without what does not fit: checkpoints, and lines of its logs.
     lost = (r"(\[1\.0\] )?warning: a log cannot be written \(No space left on device\): "
-            r"lines are lost there, and the run goes on")
+            r"lines are lost there, and the run continues")
     told = [line for line in start.stderr().splitlines() if not re.fullmatch(lost, line)]
     assert told and all(line.startswith("error: ") for line in told), start.stderr()
     assert "No space left on device" in start.stderr()

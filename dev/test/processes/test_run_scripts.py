@@ -998,19 +998,19 @@ MISTAKES = {
     "redis_server.sh, short password": ({"REDIS_PASSWORD": "hello"}, "not 16 or more letters and digits"),
     "redis_server.sh, every network": (
         {"REDIS_PASSWORD": PASSWORD, "ADDRESS": "0.0.0.0"},
-        "ADDRESS 0.0.0.0 is every network",
+        "ADDRESS 0.0.0.0 means every network",
     ),
     "redis_server.sh, every network but in Redis' way": (
         {"REDIS_PASSWORD": PASSWORD, "ADDRESS": "* -::*"},
-        "is every network",
+        "means every network",
     ),
     "redis_server.sh, every network in short": (
         {"REDIS_PASSWORD": PASSWORD, "ADDRESS": "0"},
-        "ADDRESS 0 is every network",
+        "ADDRESS 0 means every network",
     ),
     "redis_server.sh, every network beside another": (
         {"REDIS_PASSWORD": PASSWORD, "ADDRESS": "127.0.0.1 0.0.0.0"},
-        "is every network",
+        "means every network",
     ),
 }
 

@@ -114,7 +114,7 @@ REFUSED = {
     "unknown_key": (error(403, "InvalidAccessKeyId"), 2, "correct AWS_ACCESS_KEY_ID"),
     "wrong_secret": (error(403, "SignatureDoesNotMatch"), 2, "AWS_SECRET_ACCESS_KEY"),
     "forbidden": (error(403, "AccessDenied"), 2, "allow this key to get, put, delete and list below s3://runs/ours"),
-    "bare_403": (error(403), 2, "correct AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or look at the proxies"),
+    "bare_403": (error(403), 2, "correct AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or check the proxies"),
     "old_token": (error(400, "ExpiredToken"), 75, "400 ExpiredToken: renew the keys, or try again later"),
     "wrong_token": (error(400, "InvalidToken"), 2, "correct AWS_SESSION_TOKEN"),
     "other_region": (error(400, "AuthorizationHeaderMalformed", "<Region>eu-west-3</Region>"), 2,
@@ -162,7 +162,7 @@ def test_an_authority_that_is_no_file_is_one_line(tokens, tmp_path, front):
     port = front(error(403)).port
     status, line = refused(tokens, tmp_path, environment(port, AWS_ENDPOINT_URL=f"https://127.0.0.1:{port}",
                                                          DILOCO_CA="/nowhere"))
-    assert status == 2 and "name the file of the authority that signed it in DILOCO_CA" in line
+    assert status == 2 and "set DILOCO_CA to the certificate of the authority that signed it" in line
 
 
 def test_a_real_server_refuses_a_wrong_key(tokens, tmp_path, server):

@@ -95,6 +95,6 @@ def test_the_same_options_must_agree(base, many_tokens, name):
 
 def test_a_checkpoint_of_the_old_order_starts_its_epoch_anew_where_sequences_are_shuffled(base, tokens):
     text = make_unchanged.resume(TRAINER, base / "shuffled anew", tokens, "lock-step", {"--shuffle": 1})
-    lines = [line for line in text.splitlines() if "of the data starts anew" in line]
-    assert lines == ["epoch 1 of the data starts anew: the checkpoint is of a version that shuffled batches, "
+    lines = [line for line in text.splitlines() if "of the data starts over" in line]
+    assert lines == ["epoch 1 of the data starts over: the checkpoint is from a version that shuffled batches, "
                      "not sequences"], text

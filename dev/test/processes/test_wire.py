@@ -130,7 +130,7 @@ def test_with_equal_weights_a_batch_of_its_own_is_refused(start_worker, tmp_path
     workers = start_two(start_worker, tmp_path, equal, [{"-b": 4}, {"-b": 2}])
     for worker in workers:
         assert worker.process.returncode == 2
-        assert "--batch" in worker.output() and "give all the same" in worker.output()
+        assert "--batch" in worker.output() and "give all processes the same" in worker.output()
 
 
 def test_uneven_workers_with_different_steps_are_told(start_worker, tmp_path):

@@ -315,7 +315,7 @@ def test_an_environment_of_another_s_is_kept_and_installed_into(place):
     place.python("true", ".venv/bin/python")
     (place.venv / "mine").touch()
     result, words = place.set_up()
-    assert result.returncode == 0 and "has not made this .venv" in result.stdout
+    assert result.returncode == 0 and "did not make this .venv" in result.stdout
     assert "install" in words and "-m venv" not in words
     result, words = place.set_up()
     assert (result.returncode, result.stdout) == (0, "") and "install" not in words

@@ -255,7 +255,7 @@ def test_a_later_run_goes_on_with_a_download_and_throws_away_what_is_of_another_
     (["403"], "the server answers 403 Forbidden"),
     (["500"] * 3, "the server answers 500 Internal Server Error"),
     (["429"] * 3, "the server answers 429 Too Many Requests"),
-    (["whole", "whole"], "another checksum"),
+    (["whole", "whole"], "wrong checksum"),
 ], ids=["404", "403", "500", "429", "checksum"])
 def test_a_download_that_fails_says_what_to_do_and_leaves_nothing(site, tmp_path, faults, message):
     site.files["/a"] = bytes(1000)
@@ -355,11 +355,11 @@ def test_a_file_that_is_not_the_original_is_refused(capsys, site, tmp_path):
     (tmp_path / "there" / "input.txt").write_text(plays().replace("many", "mony"), encoding="utf-8")
     arguments = ["--from", tmp_path / "there", "--tokenizer", "bytes", "--out", tmp_path / "out"]
     message = failed_here(capsys, "tinyshakespeare", arguments, source)
-    assert "another checksum" in message and source.url in message
+    assert "wrong checksum" in message and source.url in message
     (tmp_path / "there" / "input.txt").write_text("short")
     assert "5 bytes, not" in failed_here(capsys, "tinyshakespeare", arguments, source)
     (tmp_path / "there" / "input.txt").unlink()
-    assert f"download {source.url} to there" in failed_here(capsys, "tinyshakespeare", arguments, source)
+    assert f"download it from {source.url}" in failed_here(capsys, "tinyshakespeare", arguments, source)
     assert not (tmp_path / "out").exists()
 
 
@@ -457,9 +457,9 @@ def test_hellaswag_is_read_by_the_trainers_reader(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("question, message", [
-    ({"ctx": "A", "label": 0}, "line 1 is no example"),
-    ({"ctx": "A", "label": 4, "endings": ["a", "b", "c", "d"]}, "line 1 has no right ending"),
-    ({"ctx": "A", "label": "", "endings": ["a", "b", "c", "d"]}, "line 1 is no example"),
+    ({"ctx": "A", "label": 0}, "line 1 is not an example"),
+    ({"ctx": "A", "label": 4, "endings": ["a", "b", "c", "d"]}, "line 1 has no correct ending"),
+    ({"ctx": "A", "label": "", "endings": ["a", "b", "c", "d"]}, "line 1 is not an example"),
     ({"ctx": "A" * 40000, "label": 0, "endings": ["a", "b", "c", "d"]}, "example 0 does not fit"),
     ({"ctx": "", "label": 0, "endings": ["a", "b", "c", "d"]}, "example 0 does not fit"),
 ])
@@ -804,22 +804,22 @@ def test_mistakes_are_one_line_and_write_nothing(site, parquet, tmp_path):
     serve_hub(site, parquet)
     site.faults["/cdn/000_00000.parquet"] = ["404"]
     del site.moved[f"/datasets/{REPOSITORY}/resolve/{COMMIT}/{SAMPLE}/001_00000.parquet"]
-    for arguments, message in ((["--from", damaged], "is no whole parquet file"),
+    for arguments, message in ((["--from", damaged], "is not a complete parquet file"),
                                (["--from", other], "there is no parquet file in"),
                                (["--from", tmp_path / "none"], "there is no folder"),
                                (["--from", parquet, "--version", "10"], "invalid choice"),
-                               (["--from", parquet, "--max-tokens", "0"], "is no number of tokens"),
-                               (["--from", parquet, "--processes", "0"], "is no number of processes"),
+                               (["--from", parquet, "--max-tokens", "0"], "is not a number of tokens"),
+                               (["--from", parquet, "--processes", "0"], "is not a number of processes"),
                                (["--from", parquet, "--tokenizer", "words"], "there is no tokenizer"),
                                (["--from", parquet, "--shard-tokens", "1000000"], "do not fill a shard"),
-                               (["--url", "ftp://x"], "is no address"),
+                               (["--url", "ftp://x"], "is not an address"),
                                (["--url", site.address], "404 Not Found"),
                                (["--url", site.address, "--type", "edu"], "404 Not Found"),
                                (["--url", site.address + "/cdn"], "404 Not Found")):
         assert message in failed("fineweb.py", *FINEWEB, *QUICK, *arguments, "--out", out)
         assert not out.exists(), arguments
     site.files[f"/api/datasets/{REPOSITORY}/revision/main"] = b"<html>log in</html>"
-    assert "it is no JSON" in failed("fineweb.py", *FINEWEB, *QUICK, "--url", site.address, "--out", out)
+    assert "it is not JSON" in failed("fineweb.py", *FINEWEB, *QUICK, "--url", site.address, "--out", out)
     site.files[f"/api/datasets/{REPOSITORY}/revision/main"] = b"[]"
     assert "does not answer as" in failed("fineweb.py", *FINEWEB, *QUICK, "--url", site.address, "--out", out)
     assert not out.exists()
@@ -883,7 +883,7 @@ def test_progress_has_a_line_now_and_then_and_the_time_left(monkeypatch):
 def test_a_process_that_does_not_start_is_one_line():
     broken = type("Tokenizer", (), {"__reduce__": lambda self: (os._exit, (1,))})()  # unpickling it ends the process
     parallel = load("parallel")
-    with pytest.raises(load("corpus").UserError, match="could not start or was ended.*fewer --processes"):
+    with pytest.raises(load("corpus").UserError, match="could not start or was killed.*fewer --processes"):
         with parallel.Processes(1, broken) as processes:
             list(processes.in_order(parallel.tokenize, [(0, ["text"])]))
 

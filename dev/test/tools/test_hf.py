@@ -310,7 +310,7 @@ def test_gpt2_without_a_network_is_a_clear_error(model_file, tmp_path):
     environment = {**os.environ, "TIKTOKEN_CACHE_DIR": str(tmp_path), "HTTPS_PROXY": nowhere,
                    "https_proxy": nowhere}
     message = failed("export", model_file, tmp_path / "out", "--tokenizer", "gpt2", env=environment)
-    assert "GPT-2's tokenizer cannot be had from tiktoken" in message and "--no-tokenizer" in message
+    assert "GPT-2's tokenizer cannot be loaded from tiktoken" in message and "--no-tokenizer" in message
 
 
 # Mistakes, and what the disk does
@@ -375,13 +375,13 @@ def test_an_import_takes_only_the_trainers_gpt2(tmp_path):
         ({"n_inner": 64}, None, "n_inner 64"),
         ({"n_layer": "2"}, None, "n_layer"),
         ({"n_layer": 1 << 24}, None, "no tensor transformer.h.2.ln_1.weight"),
-        ({"heads": 3}, None, "no possible model"),
-        ({"n_layer": 1}, None, "none of GPT-2's"),
+        ({"heads": 3}, None, "an impossible model"),
+        ({"n_layer": 1}, None, "which GPT-2 does not"),
         ({}, missing, "no tensor transformer.h.1.mlp.c_fc.bias"),
         ({}, untransposed, "has the shape (96, 32)"),
         ({}, changed(model, wte, model["wte"][:63]), "has the shape (63, 32)"),
-        ({}, changed(model, "score.weight", model["wte"]), "none of GPT-2's"),
-        ({}, changed(model, "lm_head.weight", model["wte"] + 1), "is another matrix"),
+        ({}, changed(model, "score.weight", model["wte"]), "which GPT-2 does not"),
+        ({}, changed(model, "lm_head.weight", model["wte"] + 1), "is a different matrix"),
     ]):
         folder = write_folder(tmp_path / str(i), model, tensors, **others)
         assert what in failed("import", folder, tmp_path / "m.bin"), what
@@ -437,7 +437,7 @@ def test_damaged_files_are_refused(tmp_path):
     assert "neither model.safetensors nor" in failed("import", folder, tmp_path / "m.bin")
     index = folder / "model.safetensors.index.json"
     for text, what in [
-        ("{", "is not JSON"),
+        ("{", "is not a JSON object"),
         ('{"weight_map": 3}', "does not map"),
         ('{"weight_map": {"wte.weight": "../other/model.safetensors"}}', "does not map"),
         ('{"weight_map": {"wte.weight": "none.safetensors"}}', "cannot be read"),

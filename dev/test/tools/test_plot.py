@@ -237,7 +237,7 @@ def test_what_is_not_a_finished_run_is_one_line_and_exit_2(script, more, runs, t
     unfinished = b"".join(good.splitlines(True)[:-1])
     not_utf8 = good.replace(b"--seed", b"--s\xe9ed")
     for text, word in [(unfinished, "did not finish"), (b"nonsense\n", "line 1"), (not_utf8, "line 1"),
-                       (None, "metrics_00001.jsonl is not there: copy the logs of all processes")]:
+                       (None, "metrics_00001.jsonl is missing: copy the logs of all processes")]:
         log.unlink() if text is None else log.write_bytes(text)
         result = command(script, *runs, *more)
         assert result.returncode == 2 and word in result.stderr

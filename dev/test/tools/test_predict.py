@@ -117,7 +117,7 @@ def test_llmc_is_printed_beside_what_it_publishes():
 
 
 @pytest.mark.parametrize("words, message", [
-    (["--gpu", "v100"], "argument --gpu: invalid choice: 'v100'"), (["-b", "0"], "'0' is no batch"),
+    (["--gpu", "v100"], "argument --gpu: invalid choice: 'v100'"), (["-b", "0"], "'0' is not a batch"),
     (["-r", "3"], "there is no recomputation 3")])
 def test_a_user_s_mistake_is_one_line(words, message):
     result = said(*words)

@@ -322,7 +322,7 @@ def test_bad_input_is_one_line_and_writes_nothing(text, tmp_path):
                                (["--text", text, "--tokenizer", "bpe:65537"], "no tokenizer bpe:65537"),
                                (["--text", text, "--validation", "0.6"], "0.6 is not a fraction"),
                                (["--text", text, "--validation", "nan"], "nan is not a fraction"),
-                               (["--text", text, "--shard-tokens", "1e10"], "1e10 is no size"),
+                               (["--text", text, "--shard-tokens", "1e10"], "1e10 is not a valid shard size"),
                                (["--text"], "expected at least one argument"),
                                (["--txt", text], "unrecognized arguments")):
         assert message in failed(*arguments, "--out", out)

@@ -204,7 +204,7 @@ def test_late_processes_come_first_if_there_is_not_room_for_all(tmp_path):
 def test_a_run_that_has_not_begun_is_waited_for_and_its_sites_come_one_by_one(tmp_path):
     sites = [tmp_path / "a", tmp_path / "b"]
     run = view_of(*sites)
-    assert "there is not yet" in lines_of(run, 200)[1]
+    assert "no such folder yet" in lines_of(run, 200)[1]
     sites[0].mkdir()
     sites[1].mkdir()
     assert "no run has begun" in lines_of(run, 200)[1]
@@ -348,7 +348,7 @@ def terminal():
 
 def test_it_follows_a_run_and_the_size_of_the_terminal_and_ends_on_q(tmp_path, terminal):
     shown = terminal(tmp_path / "run")
-    shown.wait_for("there is not yet")
+    shown.wait_for("no such folder yet")
     for process in (0, 1):
         write(tmp_path / "run", process, [first_line(process), *steps(1, 20)])
     shown.wait_for("step 20 of 1,000")

@@ -647,7 +647,7 @@ TEST(Reshape, owners_residuals_stay_only_where_owners_own_what_they_did) {
     const NewWorker other = reshape(folder.name(), from, cut, 2);
     const Floats residuals = saved_values<float>(*other.states[0], "owner_residuals");
     EXPECT_TRUE(same_bits(residuals, Floats(residuals.size(), 0.0f)));
-    EXPECT_TRUE(contains(other.all_notes(), "zero at first: owners' residuals of error feedback\n"));
+    EXPECT_TRUE(contains(other.all_notes(), "starting at zero: owners' residuals of error feedback\n"));
     EXPECT_FALSE(reshape(folder.name(), from, gathering, 2).has("owner_residuals"));
     EXPECT_TRUE(contains(reshape(folder.name(), from, with_ranks(from, 2), 2).all_notes(),
                          "not carried over: owners' residuals of error feedback"));
@@ -670,7 +670,7 @@ TEST(Reshape, a_run_takes_up_and_gives_up_an_outer_optimizer) {
         const Floats momentum = now.model("momentum");
         EXPECT_TRUE(same_bits(momentum, Floats(momentum.size(), 0.0f)));
         EXPECT_EQ(now.fields().count("tokens_at_send.0"), 1000u);
-        EXPECT_TRUE(contains(now.all_notes(), "zero at first: outer momentum"));
+        EXPECT_TRUE(contains(now.all_notes(), "starting at zero: outer momentum"));
     }
     const NewWorker before = reshape(other.name(), streaming, with_ranks(streaming, 2));
     const NewWorker now = reshape(other.name(), streaming, plain);
@@ -689,7 +689,7 @@ TEST(Reshape, error_feedback_that_is_new_starts_from_zero) {
     const NewWorker now = reshape(folder.name(), without, with);
     const Floats residuals = now.model("residuals");
     EXPECT_TRUE(same_bits(residuals, Floats(residuals.size(), 0.0f)));
-    EXPECT_TRUE(contains(now.all_notes(), "zero at first: residuals of error feedback"));
+    EXPECT_TRUE(contains(now.all_notes(), "starting at zero: residuals of error feedback"));
     EXPECT_FALSE(reshape(other.name(), with, without).has("residuals"));
 }
 
@@ -844,7 +844,7 @@ TEST(Reshape, files_that_do_not_belong_together_are_refused_by_name) {
     write_process(folder.name(), from, shape, fields_of(shape, {}), floats);
     const std::string differ = user_error([&] { reshape(folder.name(), from, with_workers(to, 1)); });
     EXPECT_TRUE(contains(differ, state_path(folder.name(), step, 3) +
-                                     " holds other global parameters than worker 0's state"));
+                                     " has different global parameters from worker 0's state"));
 }
 
 TEST(Reshape, a_state_of_another_model_is_refused) {
@@ -877,11 +877,11 @@ TEST(Reshape, a_state_with_impossible_words_is_refused) {
     EXPECT_TRUE(contains(message([](MadeUpRun& r, Fields&) { r.fragment_layers = -1; }),
                          "has '-1' for the option --fragment-layers"));
     EXPECT_TRUE(contains(message([](MadeUpRun&, Fields& f) { f.set("in_flight.0.fragment", 5L); }),
-                         "has 5 of 'in_flight.0.fragment', and there can be 4"));
+                         "has 5 of 'in_flight.0.fragment', but at most 4"));
     EXPECT_TRUE(contains(message([](MadeUpRun&, Fields& f) { f.set("in_flight", 2L); }), "in_flight.1"));
     for (long count : {-1L, 6L}) {
         EXPECT_TRUE(contains(message([&](MadeUpRun&, Fields& f) { f.set("in_flight", count); }),
-                             format("has %ld of 'in_flight', and there can be 5", count)));
+                             format("has %ld of 'in_flight', but at most 5", count)));
     }
     EXPECT_TRUE(contains(message([](MadeUpRun&, Fields& f) { f.set("in_flight.0.fragment", 4L); }),
                          "in_flight.0.mean"));

@@ -251,7 +251,7 @@ TEST(ResumePoint, a_file_under_another_ones_name_is_not_taken_for_it) {
         EXPECT_EQ(a.result, "40 " + run_a + " 2x1");
         EXPECT_EQ(a.notes,
                   Notes{"step 60 was passed over: worker 1 rank 0: " + victim +
-                        format(" is the state of worker %d rank 0 at step %ld, not what its name says",
+                        format(" is the state of worker %d rank 0 at step %ld, which does not match its name",
                                process, step)});
     }
 }
@@ -269,7 +269,7 @@ TEST(ResumePoint, another_number_of_processes_resumes_what_all_of_them_see_whole
         EXPECT_TRUE(contains(a.notes[0], "step 60 was passed over: worker 0 rank 0: " +
                                              state_path(folder.name(), 60, 3) + " is damaged"));
         EXPECT_TRUE(contains(
-            a.notes[0], format("of 2 workers x 2 ranks: to go on with %d x %d", shape.workers, shape.ranks)));
+            a.notes[0], format("of 2 workers x 2 ranks: to resume with %d x %d", shape.workers, shape.ranks)));
     }
 }
 
@@ -284,7 +284,7 @@ TEST(ResumePoint, another_number_of_processes_needs_all_files_in_every_folder) {
         a.result,
         "error: no checkpoint is whole on all processes (step 40: worker 0 rank 1: " +
             state_path(partial.name(), 40, 0) +
-            " is missing (it is of 2 workers x 1 ranks: to go on with 1 x 2, each process needs all "
+            " is missing (it is of 2 workers x 1 ranks: to resume with 1 x 2, each process needs all "
             "its files)): give every process the -o that it had, or leave out -y and start anew in "
             "another folder");
 }
@@ -434,7 +434,7 @@ TEST(ResumePoint, of_another_worker_is_refused_and_both_are_named) {
         add_own_checkpoint(folder.name(), 60, 0, shape);
         EXPECT_EQ(agreement_in_worker(1, folder.name(), shape).result,
                   "error: the checkpoint of step 60 in " + folder.name() +
-                      " is of worker 0, not of worker 1: give each worker the folder that it had");
+                      " belongs to worker 0, not to worker 1: give each worker the folder that it had");
     }
 }
 
@@ -445,8 +445,8 @@ TEST(ResumePoint, of_an_elastic_worker_of_another_shape_is_refused_and_both_are_
         add_own_checkpoint(folder.name(), 60, 1, old);
         EXPECT_EQ(agreement_in_worker(1, folder.name(), shape).result,
                   "error: the checkpoint of step 60 in " + folder.name() +
-                      format(" is of a run of 2 workers x 2 ranks, not %d x %d: with --outer-transport store "
-                             "a worker resumes with the --workers and --ranks that it had",
+                      format(" belongs to a run of 2 workers x 2 ranks, not %d x %d: with --outer-transport "
+                             "store a worker resumes with the --workers and --ranks that it had",
                              shape.workers, shape.ranks));
     }
 }
@@ -456,13 +456,13 @@ TEST(ResumePoint, of_a_run_in_lock_step_is_none_for_an_elastic_worker_nor_the_ot
     add_checkpoint(together.name(), 60, {2, 1});
     EXPECT_EQ(agreement_in_worker(0, together.name(), {2, 1}).result,
               "error: the checkpoint of step 60 in " + together.name() +
-                  " is of a run of 2 workers x 1 ranks in lock-step: resume it with the --outer-transport "
-                  "that it had, or give another -o");
+                  " belongs to a run of 2 workers x 1 ranks in lock-step: resume it with the "
+                  "--outer-transport that it had, or give another -o");
     add_own_checkpoint(apart.name(), 60, 0, {2, 1});
     EXPECT_EQ(agreement_in(apart.name(), {2, 1}).result,
               "error: the checkpoint of step 60 in " + apart.name() +
-                  " is of worker 0 of a run with --outer-transport store: resume it with that, or give "
-                  "another -o");
+                  " belongs to worker 0 of a run with --outer-transport store: resume it with that "
+                  "option, or give another -o");
 }
 
 TEST(ResumePoint, a_damaged_one_of_another_worker_is_passed_over) {

@@ -141,7 +141,7 @@ TEST(StateFile, a_file_that_is_cut_anywhere_or_goes_on_is_noticed) {
 TEST(StateFile, a_file_of_another_kind_is_refused_by_name) {
     TemporaryFolder folder;
     const std::string path = folder / "s.bin";
-    EXPECT_TRUE(contains(refusal(path), path + " cannot be opened (No such file or directory): resume from"));
+    EXPECT_TRUE(contains(refusal(path), path + " cannot be opened (No such file or directory): move this step's"));
     EXPECT_TRUE(contains(refusal(folder.name()), "is not a file"));
     write_small(path);
     std::string other = read_bytes(path);
@@ -151,7 +151,7 @@ TEST(StateFile, a_file_of_another_kind_is_refused_by_name) {
     write_bytes(path, header_bytes({20240326, 3}));
     EXPECT_TRUE(contains(refusal(path), "is not a state file (magic 20240326, not 20261121)"));
     write_bytes(path, header_bytes({20240527, 1}));
-    EXPECT_TRUE(contains(refusal(path), "llm.c's own, not of this program: start from its model (-e model_"));
+    EXPECT_TRUE(contains(refusal(path), "of llm.c, not of this program: start from its model (-e model_"));
 }
 
 TEST(StateFile, a_header_or_table_that_was_made_up_is_refused_though_its_checksum_is_right) {
@@ -315,7 +315,7 @@ TEST(Fields, what_is_no_number_overflows_or_is_missing_is_an_error_that_names_th
     for (const char* name : {"a", "b", "h", "j", "k", "other"}) {
         EXPECT_TRUE(contains(user_error([&] { fields.real(name); }), "/x/state ")) << name;
     }
-    EXPECT_TRUE(contains(user_error([&] { fields.word("other"); }), "/x/state does not say 'other'"));
+    EXPECT_TRUE(contains(user_error([&] { fields.word("other"); }), "/x/state lacks 'other'"));
     EXPECT_EQ(fields.integer("d"), -1);
     EXPECT_EQ(fields.integer("h"), 12);
 }

@@ -59,7 +59,7 @@ TEST(TrainingState, the_data_go_on_where_they_were) {
     DataLoader longer_rows = open_data(folder, true, 10);
     EXPECT_EQ(seek_data(fields, longer_rows),
               "an epoch has 10 sequences of 10 tokens, not 25 of 4: the position in the data is about the "
-              "same, and some of it may be read again or passed over");
+              "same, and some sequences may be read again or skipped");
     EXPECT_EQ(longer_rows.position().epoch, 1u);
     EXPECT_EQ(longer_rows.position().row, 6u);
 }
@@ -76,7 +76,7 @@ TEST(TrainingState, only_data_that_are_not_shuffled_go_on_where_an_earlier_versi
     EXPECT_EQ(data.position().epoch, 3u);
     EXPECT_EQ(data.position().row, 10u);
     EXPECT_EQ(seek_data(old, shuffled),
-              "epoch 4 of the data starts anew: the checkpoint is of a version that shuffled batches, not "
+              "epoch 4 of the data starts over: the checkpoint is from a version that shuffled batches, not "
               "sequences");
     EXPECT_EQ(shuffled.position().epoch, 3u);
     EXPECT_EQ(shuffled.position().row, 0u);

@@ -282,7 +282,7 @@ private:
         const std::string run = run_of(folder);
         const long sync = std::atol(parts(folder).second.c_str());
         const int p = schedule.fragment(sync);
-        long newest = -1, durable = 0;
+        long newest = -1, durable = 0;  // an index, a sync
         for (const auto& [key, entry] : decided) {
             const size_t slash = key.rfind('/');
             const long other = std::atol(key.c_str() + slash + 1);
@@ -290,10 +290,15 @@ private:
             if (is_one) { newest = std::max(newest, schedule.index(other)); }
         }
         std::vector<long> reach;
-        for (const auto& [worker, positions] : claims[run]) { reach.push_back(positions[size_t(p)]); }
+        for (const auto& [worker, positions] : claims[run]) {  // up to the oldest sync that it lacks
+            reach.push_back(schedule.sync(0, positions[0]));
+            for (int q = 1; q < schedule.fragments(); q++) {
+                reach.back() = std::min(reach.back(), schedule.sync(q, positions[size_t(q)]));
+            }
+        }
         std::sort(reach.rbegin(), reach.rend());
         if (reach.size() > 1) { durable = reach[1]; }
-        if (is_now(run) && schedule.index(sync) >= std::min(newest - retain, durable)) {
+        if (is_now(run) && (schedule.index(sync) >= newest - retain || sync >= durable)) {
             throw Violation("the payloads of sync " + std::to_string(sync) + " are removed too early");
         }
     }

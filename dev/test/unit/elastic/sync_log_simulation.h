@@ -119,6 +119,8 @@ public:
         if (sent.erase(sync) && !counted) { state.residual[p] = state.residual_before[p]; }
     }
 
+    size_t snapshot_bytes() const override { return state.global.size() * size_t(values) * 2 * sizeof(float); }
+
     void append_snapshot(Spool& spool) override {
         std::string bytes;
         for (size_t p = 0; p < state.global.size(); p++) {
@@ -315,7 +317,7 @@ struct Undecidable {};
 // Nobody knows whose global parameters are right, or this worker's are wrong.
 inline bool is_diverged(const LogStop& end) {
     const auto begins = [&](const char* text) { return end.why.rfind(text, 0) == 0; };
-    return begins("nobody knows whose checkpoints are right") ||
+    return begins("it is unclear whose checkpoints are right") ||
            begins("no global parameters have a majority") || begins("the global parameters of worker ");
 }
 

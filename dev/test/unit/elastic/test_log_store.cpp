@@ -570,7 +570,7 @@ TEST(FileLogStore, a_folder_that_cannot_be_used_is_a_user_error) {
         EXPECT_TRUE(contains(error, "give --store a folder that can be written"));
     }
     const std::string error = user_error([&] { open_log_store("ftp://:secret@host", "run", 5); });
-    EXPECT_TRUE(contains(error, "is of no known kind"));
+    EXPECT_TRUE(contains(error, "is of an unknown kind"));
     EXPECT_FALSE(contains(error, "secret"));
 }
 
@@ -811,7 +811,7 @@ TEST(S3LogStore, only_a_server_whose_certificate_is_right_is_spoken_to) {
     if (!server.is_there) { GTEST_SKIP() << S3Server::missing; }
     const Environment environment(s3_environment(server.endpoint));
     const std::string error = user_error([&] { open_log_store("s3://runs/tls", "run", 2); });
-    EXPECT_TRUE(contains(error, "the certificate of " + server.endpoint + " is not to be trusted")) << error;
+    EXPECT_TRUE(contains(error, "the certificate of " + server.endpoint + " is not trusted")) << error;
     EXPECT_TRUE(contains(error, "DILOCO_CA"));
     const TrustedAuthority trusted(certificates.authority());
     auto store = open_log_store("s3://runs/tls", "run", 2);

@@ -291,7 +291,8 @@ struct PoorShard : simulation::Shard {
         if (is_poor) { throw SpoolError("this disk has no room"); }
         Shard::append_snapshot(spool);
     }
-    bool is_poor = false;
+    size_t snapshot_bytes() const override { return is_huge ? size_t(1) << 60 : Shard::snapshot_bytes(); }
+    bool is_poor = false, is_huge = false;
 };
 
 // A worker whose requests a test asks for by hand, as often as it likes.
@@ -578,7 +579,7 @@ TEST(SyncLog, a_damaged_payload_is_named_once_and_replaced_by_a_snapshot) {
         }
         EXPECT_TRUE(has_snapshot);
         ASSERT_EQ(told.size(), 1u) << told[0] << "; " << told.back();
-        const std::string bytes = format("damaged (%zu bytes in place of ", damaged.size());
+        const std::string bytes = format("damaged (%zu bytes instead of ", damaged.size());
         EXPECT_NE(told[0].find("payload/0 0.1.0 " + bytes), std::string::npos) << told[0];
         EXPECT_EQ(one.log.stopped().why + other.log.stopped().why, "");
     }
@@ -1316,6 +1317,33 @@ TEST(SyncLog, at_the_end_no_worker_stays_forever_to_give_what_no_host_has_room_f
     EXPECT_GT(run.now - run.begin, Driven::options().elastic.grace) << "they have tried";
 }
 
+TEST(SyncLog, a_worker_whose_disk_has_no_room_for_a_snapshot_asks_nobody_for_one) {
+    Givers run;
+    Driven& reader = *run.workers[2];
+    reader.shard.is_huge = true;
+    run.pass_until(0, [&] { return !reader.log.helpless().empty(); });
+    for (int i = 0; i < 100; i++) { run.pass(1); }
+    EXPECT_NE(reader.log.helpless().find("No space left on device"), std::string::npos) << reader.log.helpless();
+    EXPECT_TRUE(run.store.in(run.generation + "/0/want").empty());
+    reader.shard.is_huge = false;
+    run.pass_until(0, [&] { return reader.log.turn(0, run.now).kind != LogTurn::wait; });
+    EXPECT_EQ(reader.log.helpless(), "");
+}
+
+// The worker that wanted the snapshot has died. While no sync is decided, no decider removes what it left.
+TEST(SyncLog, a_full_store_loses_what_nobody_needs_and_the_run_continues) {
+    Givers run;
+    run.pass_until(0, [&] { return !run.offer().empty(); });
+    run.workers.pop_back();
+    run.hearts.pop_back();
+    for (double end = run.now + 3 * Driven::options().expiry; run.now < end; run.turn(0)) { run.pass(1); }
+    run.store.is_full = true;
+    run.turn(4);
+    run.pass_until(4, [&] { return run.chunks() == 0 && run.offer().empty(); });
+    run.store.is_full = false;
+    run.pass_until(5, [&] { return run.store.entries().size() == 1; });
+}
+
 TEST(SyncLog, a_worker_without_room_for_the_snapshot_that_it_needs_says_so) {
     Givers run;
     Driven& reader = *run.workers[2];
@@ -1328,8 +1356,9 @@ TEST(SyncLog, a_worker_without_room_for_the_snapshot_that_it_needs_says_so) {
     while (reader.log.turn(0, run.now).kind == LogTurn::wait && run.now < run.begin + 200) { run.pass(1); }
     setrlimit(RLIMIT_FSIZE, &before);
     signal(SIGXFSZ, handler);
-    EXPECT_EQ(reader.log.stopped().why, "the snapshot that this worker needs cannot be kept: a temporary file in " +
-                                            testing::TempDir() + " failed: File too large");
+    EXPECT_EQ(reader.log.stopped().why,
+              "the snapshot that this worker needs cannot be stored: a temporary file in " +
+                  testing::TempDir() + " failed: File too large");
 }
 
 // Cuts the files without a name that this process has open.

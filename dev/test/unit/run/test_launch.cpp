@@ -356,7 +356,7 @@ TEST(Launcher, a_mistake_that_one_finds_names_it_and_ends_all) {
 TEST(Launcher, options_that_differ_are_one_line_with_status_2) {
     Program program("differ", 2, 1);
     EXPECT_EQ(program.wait(), 2);
-    EXPECT_EQ(program.err, "error: worker 1 has --overlap 1, worker 0 has 0: give all the same\n");
+    EXPECT_EQ(program.err, "error: worker 1 has --overlap 1, worker 0 has 0: give all processes the same\n");
 }
 
 TEST(Launcher, a_killed_process_ends_all_and_the_last_line_names_it) {
@@ -374,7 +374,7 @@ TEST(Launcher, a_killed_process_ends_all_and_the_last_line_names_it) {
 TEST(Launcher, a_process_that_leaves_with_an_error_ends_all_with_its_status) {
     Program program("exit 3", 2, 1);
     EXPECT_EQ(program.wait(), 3);
-    EXPECT_EQ(sorted_lines(program.err).back(), "error: worker 1 rank 0 left with exit code 3")
+    EXPECT_EQ(sorted_lines(program.err).back(), "error: worker 1 rank 0 exited with code 3")
         << program.err;
 }
 
@@ -456,7 +456,7 @@ TEST(Launcher, one_that_had_finished_when_the_others_were_stopped_has_not_failed
 TEST(Launcher, the_first_process_that_fails_is_to_blame_whatever_the_others_leave_with) {
     Program program("the second dies worse", 2, 1);
     EXPECT_EQ(program.wait(), 3);
-    EXPECT_EQ(program.err, "error: worker 1 rank 0 left with exit code 3\n");
+    EXPECT_EQ(program.err, "error: worker 1 rank 0 exited with code 3\n");
 }
 
 TEST(Launcher, a_line_that_only_quotes_the_culprits_is_left_out) {
@@ -470,7 +470,7 @@ TEST(Launcher, one_that_fails_while_the_others_stop_is_to_blame) {
     wait_for_pids(program, 4);
     program.process.send_signal(SIGTERM);
     EXPECT_EQ(program.wait(), 3);
-    EXPECT_EQ(program.err, request_line(SIGTERM) + "error: worker 1 rank 0 left with exit code 3\n");
+    EXPECT_EQ(program.err, request_line(SIGTERM) + "error: worker 1 rank 0 exited with code 3\n");
 }
 
 TEST(Launcher, a_second_signal_ends_processes_that_stop) {
@@ -539,7 +539,7 @@ TEST(Launcher, a_full_disk_loses_lines_and_not_the_run) {
     EXPECT_EQ(sorted_lines(program.err),
               (std::vector<std::string>{"[1.0] a warning", "a warning",
                                         "warning: standard output cannot be written (No space left on "
-                                        "device): lines are lost there, and the run goes on"}));
+                                        "device): lines are lost there, and the run continues"}));
     Program other("where", 2, 1, -1, "", [] { fill(STDERR_FILENO); });
     EXPECT_EQ(other.wait(), 0);
     EXPECT_EQ(sorted_lines(other.out).size(), 5u) << other.out;
@@ -558,7 +558,7 @@ TEST(Launcher, a_reader_that_stalls_does_not_hold_up_the_run_for_long) {
     EXPECT_EQ(program.wait(10), 0) << program.err;
     EXPECT_EQ(program.err,
               "warning: standard output cannot be written (nobody reads it): lines are lost there, and the run "
-              "goes on\n");
+              "continues\n");
     close(ends[0]);
     close(ends[1]);
 }
@@ -694,31 +694,31 @@ TEST(ElasticWorkers, one_that_failed_is_started_again_and_knows_it) {
 
 TEST(ElasticWorkers, one_that_fails_again_and_again_is_given_up_and_the_others_go_on) {
     Workers run("worker 1 dies", 2, 1, 2);
-    run.wait_for("err", "worker 1 was killed by signal 9 (Killed); none of 2 restarts is left");
+    run.wait_for("err", "worker 1 was killed by signal 9 (Killed); all 2 restarts are used up");
     run.let_go();
     EXPECT_EQ(run.wait(), 0);
     EXPECT_EQ(run.errors(), sorted({"worker 1 was killed by signal 9 (Killed); restart 1 of 2 in 1 s",
                                     "worker 1 was killed by signal 9 (Killed); restart 2 of 2 in 2 s",
-                                    "worker 1 was killed by signal 9 (Killed); none of 2 restarts is left",
+                                    "worker 1 was killed by signal 9 (Killed); all 2 restarts are used up",
                                     "worker 0 has completed the run"}));
     for (int start : {0, 1, 2}) { EXPECT_EQ(run.count("out", format("[1.0] start %d, ", start)), 1); }
 }
 
 TEST(ElasticWorkers, one_whose_place_another_process_has_taken_is_not_restarted) {
     Workers run("worker 1 dies and is replaced", 2, 1, 3);
-    run.wait_for("err", "worker 1 left with exit code 76");
+    run.wait_for("err", "worker 1 exited with code 76");
     run.let_go();
     EXPECT_EQ(run.wait(), 0);
     EXPECT_EQ(run.errors(), sorted({"worker 1 was killed by signal 9 (Killed); restart 1 of 3 in 1 s",
                                     "error: worker 1 rank 0: another process has started as this worker",
-                                    "worker 1 left with exit code 76; it is not restarted: another process "
-                                    "is this worker now",
+                                    "worker 1 exited with code 76; it is not restarted: another process "
+                                    "has taken its place",
                                     "worker 0 has completed the run"}));
 }
 
 TEST(ElasticWorkers, a_replaced_worker_is_not_restarted_though_the_rank_that_does_not_know_ends_first) {
     Workers run("worker 1 is replaced and one rank knows", 2, 2, 3);
-    run.wait_for("err", "worker 1 rank 0 left with exit code 76; it is not restarted");
+    run.wait_for("err", "worker 1 rank 0 exited with code 76; it is not restarted");
     run.let_go();
     EXPECT_EQ(run.wait(), 0);
     EXPECT_EQ(run.count("err", "restart 1 of 3"), 0) << run.program.err;
@@ -729,7 +729,7 @@ TEST(ElasticWorkers, where_all_fail_the_status_is_that_of_the_first) {
     EXPECT_EQ(run.wait(), 1);
     const std::vector<std::string> lines = run.errors();
     for (const char* line : {"error: the disk is full", "error: worker 1 rank 0: the disk is full",
-                             "worker 0 left with exit code 1", "worker 1 left with exit code 1"}) {
+                             "worker 0 exited with code 1", "worker 1 exited with code 1"}) {
         EXPECT_EQ(std::count(lines.begin(), lines.end(), line), 1) << line << "\n" << run.program.err;
     }
     EXPECT_EQ(run.count("err", "error: no worker has completed the run: worker "), 1) << run.program.err;
@@ -1018,10 +1018,10 @@ TEST(Meeting, processes_missing_after_the_time_limit_are_named) {
     for (auto& process : processes) { EXPECT_EQ(process.wait(20), 0); }
     EXPECT_EQ(
         processes[0].report,
-        "worker 1 rank 0 and worker 3 rank 0 did not come to file:" + folder.name() +
+        "worker 1 rank 0 and worker 3 rank 0 did not join at file:" + folder.name() +
             " within 0.5 s: start all workers with the same --store, --run-name, --workers and --ranks, or "
             "raise --timeout");
-    EXPECT_EQ(processes[1].report.rfind("worker 0 rank 0 did not come to ", 0), 0u);
+    EXPECT_EQ(processes[1].report.rfind("worker 0 rank 0 did not join at ", 0), 0u);
 }
 
 TEST(Meeting, works_over_redis) {
@@ -1063,7 +1063,7 @@ TEST(Fingerprint, all_processes_throw_the_same_error_that_names_every_difference
         EXPECT_EQ(process.wait(20), 0);
         EXPECT_EQ(process.report,
                   "worker 1 has --inner-steps 50, worker 0 has 100; worker 1 has --new 1, which worker 0 does "
-                  "not use; worker 2 has --outer-dtype none, worker 0 has fp4: give all the same");
+                  "not use; worker 2 has --outer-dtype none, worker 0 has fp4: give all processes the same");
     }
 }
 
@@ -1085,7 +1085,7 @@ TEST(Fingerprint, a_verdict_counts_more_than_the_failure_that_follows_from_it) {
     process.worker = 1;
     process.workers = 2;
     process.store = std::make_shared<PrefixStore>(std::make_shared<RacingStore>(), "run/");
-    EXPECT_EQ(user_error([&] { process.check_fingerprint({}); }), "they differ: give all the same");
+    EXPECT_EQ(user_error([&] { process.check_fingerprint({}); }), "they differ: give all processes the same");
 }
 
 TEST(Leaving, removes_all_keys_of_the_run) {
@@ -1199,7 +1199,7 @@ INSTANTIATE_TEST_SUITE_P(
                         1,
                         2,
                         true,
-                        "--worker 2 is none of the 2 workers: give one of 0 to 1"},
+                        "--worker 2 is out of range for 2 workers: give 0 to 1"},
         EnvironmentCase{"no_workers", {}, 0, 1, -1, true, "--workers and --ranks must be at least 1"},
         EnvironmentCase{"a_child",
                         {{"DILOCO_WORKER", "1"},
@@ -1237,7 +1237,7 @@ INSTANTIATE_TEST_SUITE_P(
                         true,
                         "1.1"},
         EnvironmentCase{"another_launcher", {{"FLUX_TASK_RANK", "1"}}, 2, 2, -1, true,
-                        "FLUX_TASK_RANK says that another launcher than torchrun, mpirun or srun"},
+                        "FLUX_TASK_RANK says that a launcher other than torchrun, mpirun or srun"},
         EnvironmentCase{"another_launcher_of_one_process", {{"PALS_RANKID", "0"}}, 2, 2, -1, true,
                         "0.0 launcher"},
         EnvironmentCase{"a_worker_of_another_launcher", {{"PMI_RANK", "1"}}, 2, 2, 1, true, "1.0 launcher"},

@@ -174,7 +174,7 @@ TEST(Logger, a_line_without_room_is_lost_as_a_whole_and_said_once) {
     signal(SIGXFSZ, handler);
     log(4);
     EXPECT_EQ(said,
-              "warning: a log cannot be written (File too large): lines are lost there, and the run goes on\n");
+              "warning: a log cannot be written (File too large): lines are lost there, and the run continues\n");
     const std::vector<std::string> lines = lines_of(folder / "metrics.jsonl");
     ASSERT_EQ(lines.size(), 2u);
     EXPECT_EQ(lines[0].rfind("{\"type\":\"step\",\"step\":1,", 0), 0u) << lines[0];

@@ -30,16 +30,16 @@ TEST(Report, few_outer_steps_are_said_to_cost_what_was_measured) {
     Options o;
     o.diloco.inner_steps = 30;
     const std::string advice = "% above data-parallel's, or more where outer rates are not tuned; a smaller -H "
-                               "or a longer run narrows it";
+                               "or a longer run narrows the gap";
     auto cost = [&](const std::string& optimizer, int workers, long steps) {
         o.optimizer = optimizer, o.workers = workers;
         return outer_steps(o, steps);
     };
-    EXPECT_EQ(cost("adamw", 2, 1000), "33 outer steps, H = 30, are few: expect a loss some 6" + advice);
-    EXPECT_EQ(cost("adamw", 4, 1000), "33 outer steps, H = 30, are few: expect a loss some 16" + advice);
-    EXPECT_EQ(cost("muon", 4, 1000), "33 outer steps, H = 30, are few: expect a loss some 6" + advice);
-    EXPECT_EQ(cost("muon", 2, 36 * 30), "36 outer steps, H = 30, are few: expect a loss some 2" + advice);
-    EXPECT_EQ(cost("muon", 2, 30), "1 outer step, H = 30, are few: expect a loss more than 3" + advice);
+    EXPECT_EQ(cost("adamw", 2, 1000), "33 outer steps, H = 30: few, so expect a loss some 6" + advice);
+    EXPECT_EQ(cost("adamw", 4, 1000), "33 outer steps, H = 30: few, so expect a loss some 16" + advice);
+    EXPECT_EQ(cost("muon", 4, 1000), "33 outer steps, H = 30: few, so expect a loss some 6" + advice);
+    EXPECT_EQ(cost("muon", 2, 36 * 30), "36 outer steps, H = 30: few, so expect a loss some 2" + advice);
+    EXPECT_EQ(cost("muon", 2, 30), "1 outer step, H = 30: few, so expect a loss more than 3" + advice);
     EXPECT_EQ(cost("muon", 2, 30000), "1000 outer steps, H = 30");
     EXPECT_EQ(cost("adamw", 1, 30), "1 outer step, H = 30");
 }

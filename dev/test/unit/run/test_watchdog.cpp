@@ -115,7 +115,7 @@ TEST(Watchdog, EndsAProcessInWhichNothingMoves) {
     const End end = end_of_step(2, 0.3, [](Watchdog&) { pause_for(60); });
     EXPECT_EQ(end.status, 1);
     EXPECT_EQ(end.said.rfind("error: worker 0 rank 0 waited ", 0), 0u) << end.said;
-    EXPECT_NE(end.said.find("for the end of step 7"), std::string::npos) << end.said;
+    EXPECT_NE(end.said.find("for step 7 to finish"), std::string::npos) << end.said;
 }
 
 TEST(Watchdog, AStepMayTakeAsLongAsItLikesWhileSomethingMoves) {

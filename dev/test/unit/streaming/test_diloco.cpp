@@ -667,7 +667,7 @@ TEST(Diloco, a_flipped_bit_of_one_workers_global_parameters_stops_all_and_names_
         });
         for (const std::string& error : errors) {
             EXPECT_NE(error.find("fragment 1 (sync 3, sent at step 8)"), std::string::npos) << error;
-            const char* who = workers == 2 ? "suspected: workers 0 and 1:" : "suspected: worker 1:";
+            const char* who = workers == 2 ? "(suspected: workers 0 and 1):" : "(suspected: worker 1):";
             EXPECT_NE(error.find(who), std::string::npos) << error;
             const std::string advice = "its last checkpoint, or, if it stops here again, from its beginning";
             EXPECT_NE(error.find(advice), std::string::npos) << error;  // 8 is less than 2 H

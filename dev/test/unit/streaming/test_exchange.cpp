@@ -411,7 +411,7 @@ TEST(Wire, a_flipped_bit_of_global_parameters_names_the_fragment_and_the_worker_
             }, &errors);
             for (const std::string& error : errors) {
                 EXPECT_NE(error.find("fragment 2 (sync 4, sent at step 8)"), std::string::npos) << error;
-                const char* who = workers == 2 ? "suspected: workers 0 and 1:" : "suspected: worker 1:";
+                const char* who = workers == 2 ? "(suspected: workers 0 and 1):" : "(suspected: worker 1):";
                 EXPECT_NE(error.find(who), std::string::npos) << error;
             }
         }
