@@ -594,20 +594,20 @@ inline void add_sum_rows(std::vector<StreamingKernel>& kernels, const NamedForma
                        }});
 }
 
-// The kernels of a format: of the default format in all variants, of the others in the main ones.
+// The kernels of a format: of those with four bits in all variants, of the others in the main ones.
 inline void add_format(std::vector<StreamingKernel>& kernels, const NamedFormat& f, long n, Stream& stream) {
-    const bool is_default = f.format == parse_format(DilocoOptions().outer_format);
+    const bool has_four_bits = f.format == Format::fp4 || f.format == Format::fp4_e2m1;
     Rounding stochastic;
     stochastic.stochastic = true;
     add_quantize(kernels, f, "", Rounding(), false, 8, n, stream);
-    if (is_default) {
+    if (has_four_bits) {
         add_quantize(kernels, f, ", stochastic", stochastic, false, 8, n, stream);
         add_quantize(kernels, f, ", error feedback", Rounding(), true, 16, n, stream);
     }
     for (int workers : {2, 4, 8}) { add_dequantize(kernels, f, workers, n, stream); }
     add_sum_encoding(kernels, f, "", false, n, stream);
     add_sum_rows(kernels, f, 2, n, stream);
-    if (is_default) {
+    if (has_four_bits) {
         add_sum_encoding(kernels, f, ", error feedback", true, n, stream);
         add_sum_rows(kernels, f, most_pairwise, n, stream);
         add_sum_rows(kernels, f, most_pairwise + 1, n, stream);

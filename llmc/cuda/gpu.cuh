@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "llmc/cuda/device.cuh"
 #include "llmc/error.h"
@@ -31,14 +32,21 @@ inline void use_interface(const std::string& name) {
     setenv("NCCL_NET", "Socket", 0);  // or InfiniBand, if there is any, would carry the traffic instead
 }
 
-// UserError if this program has no code for a GPU.   oldest: the first compute capability that it was built
-// for, times 100: it also has code for later ones, unless its last GPU_ARCH ends in a or f
-inline void check_code_for(const cudaDeviceProp& gpu, int oldest) {
+// UserError if this program has no code for a GPU. Code runs on GPUs of the same major compute capability
+// from its minor one on; of the last, PTX is there for all later GPUs, unless its GPU_ARCH ends in a or f.
+// built_for: compute capabilities times 100, in ascending order
+inline void check_code_for(const cudaDeviceProp& gpu, const std::vector<int>& built_for) {
     const int here = 100 * gpu.major + 10 * gpu.minor;
-    if (here >= oldest) { return; }
+    bool has_code = here >= built_for.back();
+    std::string known;
+    for (int arch : built_for) {
+        has_code = has_code || (arch / 100 == gpu.major && arch <= here);
+        known += format("%d.%d, ", arch / 100, arch / 10 % 10);
+    }
+    if (has_code) { return; }
     const std::string advice = format("build it with make train_gpt GPU_ARCH=%d%d", gpu.major, gpu.minor);
-    throw UserError(format("this program is built for GPUs of compute capability %d.%d and later, but %s has "
-                           "%d.%d: ", oldest / 100, oldest / 10 % 10, gpu.name, gpu.major, gpu.minor) +
+    throw UserError(format("this program is built for GPUs of compute capability %sand later, but %s has "
+                           "%d.%d: ", known.c_str(), gpu.name, gpu.major, gpu.minor) +
                     (here < 800 ? "use an A100 (8.0) or a later one" : advice));
 }
 
@@ -64,8 +72,7 @@ inline Device use_device(int number, const std::string& interface) {
     cudaDeviceProp properties;
     cudaCheck(cudaGetDeviceProperties(&properties, index));
 #if defined(__CUDA_ARCH_LIST__)  // by nvcc, in ascending order
-    const int built_for[] = {__CUDA_ARCH_LIST__};
-    check_code_for(properties, built_for[0]);
+    check_code_for(properties, {__CUDA_ARCH_LIST__});
 #endif
     cudaCheck(cudaSetDevice(index));
     return {properties.name, format("%x:%x:%x", unsigned(properties.pciDomainID),

@@ -309,9 +309,10 @@ inline void add_other_options(CLI::App& app, Options& o) {
     app.footer("If an option is given several times, the last value counts.\n"
                "llm.c's -z, -f and two-letter flags are accepted as well: see --llmc-flags-table.\n\n"
                "Exit status: 0 the run is complete; 1 it has failed, and -y 1 continues from its last "
-               "checkpoint; 2 a mistake to\ncorrect; 75 others did not join, or the store is unreachable: "
-               "try again; 76 another process has taken this\nworker's place; 143 stopped by request, with a "
-               "checkpoint (without -o, or at a second signal, there is none).");
+               "checkpoint; 2 a mistake to\ncorrect; 75 try again: others did not join, the store is "
+               "unreachable, an earlier start still runs, or no worker\ncan give a snapshot; 76 another "
+               "process has taken this worker's place; 143 stopped by request, with a checkpoint\n(without "
+               "-o, or at a second signal, there is none).");
 }
 
 // An option's default value.   name: without dashes

@@ -43,7 +43,10 @@ SyncLog::Handler SyncLog::with_slot(long sync, Then then) {
 // The line goes out with the last chunk; over a bucket it holds a small payload.
 inline void SyncLog::send(Slot& slot) {
     const LogShard::Encoded* encoded = shard.encoded(slot.sync);
-    if (encoded == nullptr) { return; }
+    if (encoded == nullptr) {  // a GPU may not have come to the send: this worker waits for nobody yet
+        if (slot.due_since >= 0) { slot.due_since = asked_at, slot.excused = 0; }
+        return;
+    }
     if (encoded->tokens == 0) {
         slot.own = Slot::abstaining;
         return;

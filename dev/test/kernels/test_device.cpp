@@ -89,15 +89,18 @@ TEST(Device, AGpuThatTheProgramHasNoCodeForIsRefused) {
     cudaDeviceProp a100 = {};
     strcpy(a100.name, "NVIDIA A100");
     a100.major = 8;
-    cuda::check_code_for(a100, 750);
-    cuda::check_code_for(a100, 800);
-    try {
-        cuda::check_code_for(a100, 860);
-        FAIL();
-    } catch (const UserError& error) {
-        const std::string text = error.what();
-        EXPECT_NE(text.find("8.6 and later, but NVIDIA A100 has 8.0"), std::string::npos) << text;
-        EXPECT_NE(text.find("GPU_ARCH=80"), std::string::npos) << text;
+    for (const std::vector<int>& built_for : {std::vector<int>{750}, {800}, {800, 1000}, {700, 750}}) {
+        cuda::check_code_for(a100, built_for);
+    }
+    for (const std::vector<int>& built_for : {std::vector<int>{860}, {750, 860}, {900}, {700, 900}}) {
+        try {
+            cuda::check_code_for(a100, built_for);
+            FAIL() << built_for[0];
+        } catch (const UserError& error) {
+            const std::string text = error.what();
+            EXPECT_NE(text.find(" and later, but NVIDIA A100 has 8.0"), std::string::npos) << text;
+            EXPECT_NE(text.find("GPU_ARCH=80"), std::string::npos) << text;
+        }
     }
 }
 

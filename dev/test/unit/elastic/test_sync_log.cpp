@@ -284,7 +284,7 @@ TEST(SyncLog, over_a_bucket_a_sync_takes_few_requests_whoever_is_slower) {
     }
 }
 
-// A shard whose host may have no room for snapshots.
+// A shard whose host may have no room for snapshots, and whose device may still be at work on a step.
 struct PoorShard : simulation::Shard {
     using Shard::Shard;
     void append_snapshot(Spool& spool) override {
@@ -292,7 +292,8 @@ struct PoorShard : simulation::Shard {
         Shard::append_snapshot(spool);
     }
     size_t snapshot_bytes() const override { return is_huge ? size_t(1) << 60 : Shard::snapshot_bytes(); }
-    bool is_poor = false, is_huge = false;
+    const Encoded* encoded(long sync) override { return is_at_work ? nullptr : Shard::encoded(sync); }
+    bool is_poor = false, is_huge = false, is_at_work = false;
 };
 
 // A worker whose requests a test asks for by hand, as often as it likes.
@@ -556,6 +557,27 @@ struct Senders {
     std::vector<std::unique_ptr<Driven>> workers;
     double now = 0;
 };
+
+// The host is a step ahead of its GPU, so it comes to the due step long before its payload is there. Of two
+// workers that are equally fast, the first must not decide alone for that.
+TEST(SyncLog, a_worker_waits_for_the_others_only_since_its_device_has_come_to_the_send) {
+    for (double ahead : {1.0, 90.0, 150.0}) {  // seconds; the grace is 100
+        Senders senders(2, Driven::options(2, 1));
+        senders.train_until_they_send();
+        for (const auto& one : senders.workers) { one->shard.is_at_work = true; }
+        const auto wait = [&] {
+            senders.settle();
+            for (const auto& one : senders.workers) { one->log.turn(Senders::H + 1, senders.now); }
+        };
+        for (const double end = senders.now + ahead; senders.now < end;) { wait(); }
+        senders.workers[0]->shard.is_at_work = false;
+        wait();
+        senders.workers[1]->shard.is_at_work = false;
+        for (int i = 0; i < 5; i++) { wait(); }
+        ASSERT_EQ(senders.store.entries().size(), 1u) << ahead;
+        EXPECT_EQ(senders.store.entries().begin()->second.contributors.size(), 2u) << ahead;
+    }
+}
 
 // A chunk of a payload that is there, but not all of it, is asked for once.
 TEST(SyncLog, a_damaged_payload_is_named_once_and_replaced_by_a_snapshot) {
