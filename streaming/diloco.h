@@ -79,7 +79,6 @@ public:
     }
 
     Outcome finish(long step, float* local, floatX* params, Stream& main) override {
-        shard.state->clear();  // the step after the last one will not use what was fetched for it
         return {step, receive_due(in_flight.empty() ? 0 : due_step(in_flight.back()), local, params, main)};
     }
 
@@ -141,9 +140,6 @@ private:
     // Receives in the order of sending, which is that of the sync numbers and of this worker's due steps.
     std::vector<SyncReport> receive_due(long step, float* local, floatX* params, Stream& main) {
         std::vector<SyncReport> reports;
-        // After a resume with a smaller tau more fragments may be due in a step than there are free slots:
-        // drop what was fetched ahead.
-        if (!in_flight.empty() && due_step(in_flight.front()) < step) { shard.state->clear(); }
         while (!in_flight.empty() && due_step(in_flight.front()) <= step) {
             reports.push_back(receive(in_flight.front(), local, params, main));
             in_flight.pop_front();

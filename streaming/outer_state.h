@@ -84,12 +84,6 @@ public:
         for (Slot& slot : slots) { slot.fragment = none; }
     }
 
-    // Frees all slots if there is none for fragment p.
-    void make_room(int p) {
-        const auto fits = [p](const Slot& slot) { return slot.fragment == p || slot.fragment == none; };
-        if (std::none_of(slots.begin(), slots.end(), fits)) { clear(); }
-    }
-
     // Starts to bring fragment p to the device.
     void fetch(int p) {
         if (!copies) { return; }
@@ -103,10 +97,13 @@ public:
         copies->record(slot.fetched);
     }
 
-    // Fragment p, for work on main from now on. It is fetched now if it was not fetched ahead.
+    // Fragment p, for work on main from now on. It is fetched now if it was not fetched ahead. Then there may be
+    // no slot for it, as after a resume with a smaller tau: drops what was fetched ahead.
     std::vector<Part> use(int p, Stream& main) {
         Slot* slot = nullptr;
         if (copies) {
+            const auto fits = [p](const Slot& one) { return one.fragment == p || one.fragment == none; };
+            if (std::none_of(slots.begin(), slots.end(), fits)) { clear(); }
             slot = &slot_for(p);
             if (slot->fragment != p) { fetch(p); }
             main.wait(slot->fetched);

@@ -69,7 +69,7 @@ public:
           callbacks(std::move(callbacks)), moments(moments), outgoing(fragments.size()),
           tokens_at_send(fragments.size()), hashes(fragments.size()) {
         log_start.positions.assign(fragments.size(), 0);
-        take_buffers(log_options.workers);
+        for (size_t p = 0; p < outgoing.size(); p++) { outgoing[p].bytes = HostBuffer<uint8_t>(bytes_of(p)); }
     }
 
     void start(const float* local, Stream& main) override {
@@ -308,7 +308,6 @@ private:
 
     uint64_t hash(int p) override {
         const Stopwatch work{shard_seconds};
-        shard.state->make_room(p);
         return hashes[size_t(p)] = shard.hash(p, *now.main);
     }
 
@@ -324,7 +323,6 @@ private:
         out.encoded.reset();
         if (out.tokens == 0) { return; }
         const PayloadLayout layout = layout_of(sync);
-        shard.state->make_room(sync.fragment);
         const FragmentValues global = shard.global_values(sync.fragment, main);
         const OuterGradient delta = global - shard.local_values(sync.fragment, now.local);
         shard.encode(payload, layout, sync, out.tokens, 0, delta, out.sums.data(), main);
@@ -356,7 +354,6 @@ private:
         for (const Contribution& one : contributions) { note_header(one, sync, report); }
         if (report.applied()) {
             receive(sync, contributions);
-            shard.state->make_room(sync.fragment);
             const LocalMove move = counted ? LocalMove::merge : LocalMove::follow;
             report.mean_square = shard.apply(sync, move, now.local, now.params, main);
         }
@@ -485,13 +482,11 @@ private:
     SnapshotHeader checked_header(const Spool& snapshot, size_t at) const {
         SnapshotHeader header;
         const SnapshotHeader expected;
-        const size_t there = snapshot.size() - std::min(at, snapshot.size());
-        if (there >= sizeof header) { snapshot.read(&header, at, sizeof header); }
-        const uint64_t n = uint64_t(shard.state->count());
-        const size_t bytes = sizeof header + n * (header.has_moments ? 4 : 2) * sizeof(float);
-        const bool fits = header.magic == expected.magic && header.version == expected.version &&
-                          header.values == n &&
-                          header.has_moments == uint64_t(log_options.elastic.join_moments) && there == bytes;
+        const bool is_whole = snapshot.size() == at + snapshot_bytes();
+        if (is_whole) { snapshot.read(&header, at, sizeof header); }
+        const bool fits = is_whole && header.magic == expected.magic && header.version == expected.version &&
+                          header.values == uint64_t(shard.state->count()) &&
+                          header.has_moments == uint64_t(log_options.elastic.join_moments);
         if (!fits) {
             throw RunError("the snapshot of another worker was refused: do all run the same program with the "
                            "same options?");
@@ -517,23 +512,8 @@ private:
     // -------------------------------------------------------------------------------------------------------
     // Setting up
 
-    void take_buffers(int workers) {
-        const auto bytes_of = [&](size_t p) { return payload_bytes(shard.wire.format, shard.values[p]); };
-        for (size_t p = 0; p < outgoing.size(); p++) {
-            outgoing[p].bytes = HostBuffer<uint8_t>(long(bytes_of(p)));
-        }
-        const size_t most = bytes_of(size_t(shard.largest));
-        const size_t most_received = most * size_t(workers);
-        payload = Buffer<uint8_t>(long(most));
-        received = Buffer<uint8_t>(long(most_received));
-        host_received = HostBuffer<uint8_t>(long(most_received));
-        if (shard.wire.token_weights) { weights = Buffer<float>(workers); }
-        partial = Buffer<double>(partial_sums(workers));
-        sums = Buffer<double>(most_row_sums(workers));
-        host_sums = HostBuffer<double>(most_row_sums(workers));
-        turns = HostBuffer<int64_t>(4 * inner.size());
-        device_turns = Buffer<int64_t>(4 * (1 + inner.size()));
-    }
+    // Of fragment p's payload.
+    long bytes_of(size_t p) const { return long(payload_bytes(shard.wire.format, shard.values[p])); }
 
     // Before step 1: uses once everything that a sync needs of the device.
     void rehearse(Stream& main) {
@@ -566,18 +546,19 @@ private:
     std::vector<Outgoing> outgoing;        // of each fragment
     std::vector<uint64_t> tokens_at_send;  // of each fragment: at the last send that counted
     std::vector<uint64_t> hashes;          // of each fragment's global parameters
-    Buffer<uint8_t> payload;               // (largest payload)
-    Buffer<uint8_t> received;              // (workers, payload)
-    HostBuffer<uint8_t> host_received;     // the same
-    Buffer<float> weights;                 // (workers), if they are by tokens
-    Buffer<double> partial, sums;          // of the sums of rows
-    HostBuffer<double> host_sums;
+    Buffer<uint8_t> payload{bytes_of(size_t(shard.largest))};         // (largest payload)
+    Buffer<uint8_t> received{log_options.workers * payload.count()};  // (workers, payload)
+    HostBuffer<uint8_t> host_received{received.count()};              // the same
+    Buffer<float> weights{shard.wire.token_weights ? log_options.workers : 0};  // (workers), if by tokens
+    Buffer<double> partial{partial_sums(log_options.workers)};        // of the sums of rows
+    Buffer<double> sums{most_row_sums(log_options.workers)};
+    HostBuffer<double> host_sums{sums.count()};
     std::optional<Patience> helpless;  // since when nobody can help
     bool is_warned = false;
     std::string given_up;
     bool leaves = false, all_leave = false;  // this rank ends the wait; some rank does, so all do
-    HostBuffer<int64_t> turns;               // (ranks, 4): kind, step, leaves, has_loaded
-    Buffer<int64_t> device_turns;            // (1 + ranks, 4): this rank's, then the same
+    HostBuffer<int64_t> turns{4 * inner.size()};           // (ranks, 4): kind, step, leaves, has_loaded
+    Buffer<int64_t> device_turns{4 * (1 + inner.size())};  // (1 + ranks, 4): this rank's, then the same
     Event gathered, applied;
     Now now;
     Timestamp idle_from;
