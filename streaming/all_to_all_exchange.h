@@ -55,6 +55,8 @@ private:
 
     Headers check(const Sync& sync, const Slot& slot) const override {
         Headers all;
+        all.sums.resize(size_t(row_sums(workers)));
+        const double* sums = slot.sums.data();  // added in ascending order, so that all workers get the same
         for (int part = 0; part < workers; part++) {
             const PayloadHeader* headers = slot.headers + part * (1 + workers);
             check_header(headers[0], sync, layout(sync), part, part);
@@ -63,22 +65,13 @@ private:
             }
             all.means.push_back(headers[0]);
             all.sent.emplace_back(headers + 1, headers + 1 + workers);
+            for (double& sum : all.sums) { sum += *sums++; }
         }
-        all.sums = add_parts(slot.sums.data());
         return all;
     }
 
     PayloadLayout layout_of(long n) const { return payload_layout(wire.format, n, workers); }
     PayloadLayout mean_layout_of(long n) const { return mean_payload_layout(wire.format, n, workers); }
-
-    // In ascending order, so that all workers compute the same.   sums: (parts, row_sums(workers))
-    std::vector<double> add_parts(const double* sums) const {
-        std::vector<double> total(size_t(row_sums(workers)));
-        for (int part = 0; part < workers; part++) {
-            for (double& sum : total) { sum += *sums++; }
-        }
-        return total;
-    }
 
     void take_buffers(Slot& slot, long largest) const {
         const size_t sent = layout_of(largest).bytes, mean = mean_layout_of(largest).bytes;

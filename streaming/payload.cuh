@@ -12,9 +12,7 @@ const long hash_values = hash_threads * hash_packs * 4L;  // of a block
 
 // One block: each thread adds up the tokens of all workers; thread i writes the weights of i, i + 32, ...
 __global__ void token_weights_kernel(float* weights, const uint8_t* payloads, size_t stride, int workers) {
-    auto tokens = [=](int worker) {
-        return reinterpret_cast<const PayloadHeader*>(payloads + size_t(worker) * stride)->tokens;
-    };
+    auto tokens = [=](int worker) { return header_of(payloads + size_t(worker) * stride).tokens; };
     uint64_t sum = 0;
     for (int worker = 0; worker < workers; worker++) { sum += tokens(worker); }
     for (int worker = threadIdx.x; worker < workers; worker += 32) {

@@ -38,6 +38,9 @@ struct PayloadHeader {
 static_assert(sizeof(PayloadHeader) == 64, "the wire's format");
 
 HD inline PayloadHeader& header_of(uint8_t* payload) { return *reinterpret_cast<PayloadHeader*>(payload); }
+HD inline const PayloadHeader& header_of(const uint8_t* payload) {
+    return *reinterpret_cast<const PayloadHeader*>(payload);
+}
 
 // Bytes of the scales of n values, of their section, and of the codes.   n: a multiple of 128
 inline size_t bare_scale_bytes(Format format, long n) {
@@ -157,11 +160,7 @@ inline void clear_padding(uint8_t* payload, const PayloadLayout& layout, Stream&
 inline void token_weights(float* weights, const uint8_t* payloads, size_t stride, int workers,
                           Stream& stream) {
     stream.enqueue([=] {
-        auto tokens = [=](int worker) {
-            PayloadHeader header;
-            memcpy(&header, payloads + size_t(worker) * stride, sizeof(header));
-            return header.tokens;
-        };
+        auto tokens = [=](int worker) { return header_of(payloads + size_t(worker) * stride).tokens; };
         uint64_t sum = 0;
         for (int worker = 0; worker < workers; worker++) { sum += tokens(worker); }
         for (int worker = 0; worker < workers; worker++) {

@@ -141,22 +141,14 @@ inline uint32_t load_block(float* delta, const Source& source, long i) {
     return absmax;
 }
 
-// The random bits of the 128 values that begin at `first` in the model; they start at words + first % 4.
-const int random_quads = quantization_block / 4 + 1;  // one more, in case `first` is not a multiple of 4
-inline void draw_block(uint32_t* words, const Rounding& rounding, uint64_t first) {
-    for (int quad = 0; quad < random_quads; quad++) {
-        const Philox4 drawn = random_quad(rounding, first / 4 + uint64_t(quad));
-        for (int k = 0; k < 4; k++) { words[quad * 4 + k] = drawn.v[k]; }
-    }
-}
-
 // codes[k] = encode(values[k]).   values, codes: (128)   first: where the block begins in the model
 template <class F, bool stochastic>
 inline void encode_block(Code<F>* codes, const float* values, const Rounding& rounding, uint64_t first) {
     if constexpr (stochastic && F::bits < 32) {
-        uint32_t words[random_quads * 4];
-        draw_block(words, rounding, first);
-        const uint32_t* random = words + first % 4;
+        const int quads = quantization_block / 4 + 1;  // one more, in case `first` is not a multiple of 4
+        Philox4 drawn[quads];
+        for (int i = 0; i < quads; i++) { drawn[i] = random_quad(rounding, first / 4 + uint64_t(i)); }
+        const uint32_t* random = drawn[0].v + first % 4;
         for (int k = 0; k < quantization_block; k++) { codes[k] = Code<F>(F::encode(values[k], random[k])); }
     } else {
         for (int k = 0; k < quantization_block; k++) { codes[k] = Code<F>(F::encode(values[k])); }

@@ -170,11 +170,11 @@ private:
         }
         if (is_transaction) { commands.push_back({"EXEC"}); }
         const std::vector<Reply> replies = connection.ask_all(commands);
-        for (size_t i = 0; i < before + first; i++) {
+        for (size_t i = 0; i < commands.size(); i++) {
             check(*replies[i], commands[i][0]);
-            if (i >= before) { answers.push_back(answer_of(requests[i - before], *replies[i])); }
+            const bool is_alone = before <= i && i < before + first;  // not in the transaction
+            if (is_alone) { answers.push_back(answer_of(requests[i - before], *replies[i])); }
         }
-        for (size_t i = before + first; i < commands.size(); i++) { check(*replies[i], commands[i][0]); }
         const redisReply& last = *replies.back();
         if (is_transaction && (last.type != REDIS_REPLY_ARRAY || last.elements != count - first)) {
             throw RunError("the store's answer to EXEC is not Redis'");
