@@ -1,6 +1,7 @@
 // Gradients that are sums over all rows of a tensor: of biases, and of LayerNorm's parameters.
 #pragma once
 #include <algorithm>
+#include <initializer_list>
 #include <vector>
 
 #include "llmc/cpu/memory.h"
@@ -35,20 +36,24 @@ struct GradientSums {
     }
 };
 
-// Adds the sum over rows to dbias, or overwrites that unless sums.adds. add_row(sum, n) adds row n to `sum`.
-// dbias, sum: (columns)
+// Adds sums over rows to each of `to`, or overwrites it unless sums.adds. add_row(sum, n) adds row n to sum.
+// to: (columns) each; null: its sum is not needed   sum: (as many, columns)
 // Sums chunks of a fixed size, then the chunks in order: the same bits with any number of threads.
 template <class AddRow>
-inline void add_column_sums(float* dbias, int N, int columns, const GradientSums& sums,
+inline void add_column_sums(std::initializer_list<float*> to, int N, int columns, const GradientSums& sums,
                             const AddRow& add_row) {
-    const int rows = rows_of_a_sum, chunks = (N + rows - 1) / rows;
-    std::vector<float> partial(size_t(chunks) * size_t(columns));
+    const int rows = rows_of_a_sum, chunks = (N + rows - 1) / rows, all = int(to.size()) * columns;
+    std::vector<float> partial(size_t(chunks) * size_t(all));
     #pragma omp parallel for
     for (int chunk = 0; chunk < chunks; chunk++) {
-        float* sum = partial.data() + size_t(chunk) * size_t(columns);
+        float* sum = partial.data() + size_t(chunk) * size_t(all);
         for (long n = chunk * rows; n < std::min(N, (chunk + 1) * rows); n++) { add_row(sum, n); }
     }
-    sums.add(dbias, partial.data(), chunks, columns, columns);
+    const float* from = partial.data();
+    for (float* one : to) {
+        sums.add(one, from, chunks, columns, all);
+        from += columns;
+    }
 }
 
 }  // namespace cpu

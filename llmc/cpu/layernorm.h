@@ -2,9 +2,7 @@
 //
 //     out = (inp - mean) rstd weight + bias,   mean and rstd = 1 / sqrt(variance + 1e-5) of a row of C values
 #pragma once
-#include <algorithm>
 #include <cmath>
-#include <vector>
 
 #include "llmc/cpu/activation.h"
 #include "llmc/cpu/gradient_sums.h"
@@ -76,25 +74,13 @@ inline void layernorm_backward_row(float* dinp, float* dweight, float* dbias, fl
 // Adds to dinp. Adds to dweight, dbias and, if it is not null, dprojb, or overwrites them if !gradients.adds.
 // dprojb: the sum over rows of dinp, which is the bias gradient of the projection that was added to form inp
 // dinp, dout, inp: (N,C)   dweight, dbias, dprojb, weight: (C)   mean, rstd: (N)
-// Sums chunks of a fixed size, then the chunks in order: the same bits with any number of threads.
 inline void layernorm_backward(float* dinp, float* dweight, float* dbias, float* dprojb, const float* dout,
                                const float* inp, const float* weight, const float* mean, const float* rstd,
                                int N, int C, const GradientSums& gradients, Stream&) {
-    const int rows = rows_of_a_sum, chunks = (N + rows - 1) / rows;
-    std::vector<float> partial(size_t(chunks) * 3 * size_t(C));  // (chunks, 3, C): dweight, dbias, dprojb
-    #pragma omp parallel for
-    for (int chunk = 0; chunk < chunks; chunk++) {
-        float* sums = partial.data() + size_t(chunk) * 3 * size_t(C);
-        for (int n = chunk * rows; n < std::min(N, (chunk + 1) * rows); n++) {
-            layernorm_backward_row(dinp + long(n) * C, sums, sums + C, sums + 2 * C, dout + long(n) * C,
-                                   inp + long(n) * C, weight, mean[n], rstd[n], C);
-        }
-    }
-    const float* sums = partial.data();
-    for (float* to : {dweight, dbias, dprojb}) {
-        gradients.add(to, sums, chunks, C, 3 * C);
-        sums += C;
-    }
+    add_column_sums({dweight, dbias, dprojb}, N, C, gradients, [=](float* sums, long n) {
+        layernorm_backward_row(dinp + n * C, sums, sums + C, sums + 2 * C, dout + n * C, inp + n * C, weight,
+                               mean[n], rstd[n], C);
+    });
 }
 
 }  // namespace cpu

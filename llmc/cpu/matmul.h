@@ -254,7 +254,7 @@ inline void matmul_backward(Matmul& matmul, float* dinp, float* dweight, Activat
 template <class T>
 inline void gelu_backward(T* dpre_gelu, float* dbias, const float* dout, const T* pre_gelu, int N, int C,
                           const GradientSums& sums) {
-    add_column_sums(dbias, N, C, sums, [=](float* sum, long n) {
+    add_column_sums({dbias}, N, C, sums, [=](float* sum, long n) {
         const float* d = dout + n * C;
         const T* x = pre_gelu + n * C;
         assign(dpre_gelu + n * C, C, [=](long c) {

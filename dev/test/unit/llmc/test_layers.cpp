@@ -210,7 +210,7 @@ cpu::GradientSums sums;
 // The sums over rows, as cpu::add_column_sums adds them.
 Floats sums_of_rows(const Floats& rows, int columns) {
     Floats result(size_t(columns), 0.0f);
-    cpu::add_column_sums(result.data(), int(rows.size()) / columns, columns, sums, [&](float* sum, long n) {
+    cpu::add_column_sums({result.data()}, int(rows.size()) / columns, columns, sums, [&](float* sum, long n) {
         for (int i = 0; i < columns; i++) { sum[i] += rows[size_t(n * columns + i)]; }
     });
     return result;

@@ -274,7 +274,7 @@ TEST(Matmul, column_sums_have_the_same_bits_at_any_thread_count) {
     for (int threads : {1, 2, 3, 5}) {
         omp_set_num_threads(threads);
         Floats sums(50, 1.0f);
-        cpu::add_column_sums(sums.data(), 333, 50, cpu::GradientSums(), [&](float* sum, long n) {
+        cpu::add_column_sums({sums.data()}, 333, 50, cpu::GradientSums(), [&](float* sum, long n) {
             for (size_t i = 0; i < 50; i++) { sum[i] += inp[size_t(n) * 50 + i]; }
         });
         if (threads == 1) { first = sums; }
