@@ -82,7 +82,7 @@ public:
     std::set<long> whole_steps(const std::string& lineage) const {
         return steps([&](const std::string& name) {
             const std::optional<long> step = done_named(name);
-            return step && is_done(*step, lineage) ? step : std::nullopt;
+            return step && is_of(peek_done(folder, *step), lineage) ? step : std::nullopt;
         });
     }
 
@@ -90,7 +90,7 @@ public:
     std::set<long> own_steps(const std::string& lineage) const {
         return steps([&](const std::string& name) {
             const std::optional<long> step = own_step(name);
-            return step && is_of(state(*step), lineage) ? step : std::nullopt;
+            return step && is_of(peek_identity(state(*step)), lineage) ? step : std::nullopt;
         });
     }
 
@@ -105,7 +105,7 @@ public:
         for (const std::string& name : names()) {
             const std::string path = folder + "/" + name;
             const std::optional<long> step = own_step(name);
-            if (!step || !unwanted(*step) || !is_of(path, lineage)) { continue; }
+            if (!step || !unwanted(*step) || !is_of(peek_identity(path), lineage)) { continue; }
             if (index == 0) { unlink_file(model(*step)); }
             unlink_file(path);
         }
@@ -142,16 +142,7 @@ private:
         return is_own ? std::optional<long>(state->first) : std::nullopt;
     }
 
-    bool is_done(long step, const std::string& lineage) const {
-        try {
-            return read_done(folder, step).lineage == lineage;
-        } catch (const std::runtime_error&) {
-            return false;
-        }
-    }
-
-    static bool is_of(const std::string& path, const std::string& lineage) {
-        const std::optional<StateIdentity> who = peek_identity(path);
+    static bool is_of(const std::optional<StateIdentity>& who, const std::string& lineage) {
         return who && who->lineage == lineage;
     }
 

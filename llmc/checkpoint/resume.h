@@ -134,12 +134,6 @@ inline FolderView::State look_at_state(const std::string& folder, long step, int
     } catch (const UserError& error) { return {{}, without_hint(error)}; }
 }
 
-inline ResumePoint look_at_done(const std::string& folder, long step) {
-    try {
-        return point_of(read_done(folder, step));
-    } catch (const std::runtime_error&) { return {step, "", 1, 1}; }
-}
-
 inline FolderView view_folder(const std::string& folder) {
     FolderView view;
     view.folder = folder;
@@ -153,7 +147,8 @@ inline FolderView view_folder(const std::string& folder) {
         if (const auto state = state_named(name)) {
             view.states[*state] = look_at_state(folder, state->first, state->second);
         } else if (const auto step = done_named(name)) {
-            view.done[*step] = look_at_done(folder, *step);
+            const std::optional<StateIdentity> who = peek_done(folder, *step);
+            view.done[*step] = who ? point_of(*who) : ResumePoint{*step, ""};
         }
     }
     if (error && error != std::errc::no_such_file_or_directory) { view.trouble = error.message(); }

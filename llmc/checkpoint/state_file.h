@@ -194,8 +194,7 @@ inline std::optional<StateIdentity> peek_identity(const std::string& path) {
         const FileHeader header = InputFile(path, checkpoint_hint()).read_header(state_magic, "state file");
         const StateIdentity who = state_format::unpack(header);
         if (header[1] == state_version && state_format::is_plausible(who)) { return who; }
-    } catch (const UserError&) {
-    } catch (const RunError&) {}
+    } catch (const std::runtime_error&) {}
     return std::nullopt;
 }
 
@@ -347,4 +346,11 @@ inline StateIdentity read_done(const std::string& folder, long step) {
     }
     who.worker = int(worker), who.workers = int(workers), who.ranks = int(ranks);
     return who;
+}
+
+// The same; nothing if the file cannot be read.
+inline std::optional<StateIdentity> peek_done(const std::string& folder, long step) {
+    try {
+        return read_done(folder, step);
+    } catch (const std::runtime_error&) { return std::nullopt; }
 }
