@@ -2,6 +2,7 @@
 //   InputFile    reads at offsets; header and size are checked before anything else is read
 //   write_file   makes a file that appears whole or not at all: written under another name, synced, renamed
 //   Checksum     of a file that is read or written in pieces
+//   FileDescriptor   of a file or a socket, closed with its owner
 // A file of the wrong kind is a UserError, a disk that fails is a RunError; both name the file.
 #pragma once
 #include <fcntl.h>
@@ -27,23 +28,36 @@ static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "files are little-endia
 
 using FileHeader = std::array<int32_t, 256>;
 
+// -1: there is none.
+class FileDescriptor {
+public:
+    explicit FileDescriptor(int number = -1) : number(number) {}
+    FileDescriptor(FileDescriptor&& other) noexcept : number(std::exchange(other.number, -1)) {}
+    FileDescriptor& operator=(FileDescriptor&& other) noexcept {
+        std::swap(number, other.number);
+        return *this;
+    }
+    ~FileDescriptor() { close(); }
+
+    operator int() const { return number; }
+    // Returns 0, or -1 with errno: some file systems report a full disk only here.
+    int close() { return number < 0 ? 0 : ::close(std::exchange(number, -1)); }
+
+private:
+    int number;
+};
+
 class InputFile {
 public:
     // hint: what a user can do if the file is missing, damaged or of another kind
     InputFile(std::string path, std::string hint) : path(std::move(path)), hint(std::move(hint)) {
         // O_NONBLOCK: a pipe is opened at once, and refused below, instead of waiting for a writer.
-        descriptor = open(this->path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+        descriptor = FileDescriptor(open(this->path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
         if (descriptor < 0) { fail(format("cannot be opened (%s)", strerror(errno))); }
         struct stat status;
-        if (fstat(descriptor, &status) != 0 || !S_ISREG(status.st_mode)) {
-            close(descriptor);
-            fail("is not a file");
-        }
+        if (fstat(descriptor, &status) != 0 || !S_ISREG(status.st_mode)) { fail("is not a file"); }
         bytes = status.st_size;
     }
-    InputFile(const InputFile&) = delete;
-    InputFile& operator=(const InputFile&) = delete;
-    ~InputFile() { close(descriptor); }
 
     const std::string& name() const { return path; }
     int64_t size() const { return bytes; }
@@ -94,7 +108,7 @@ public:
 
 private:
     std::string path, hint;
-    int descriptor = -1;
+    FileDescriptor descriptor;
     int64_t bytes = 0;
 };
 
@@ -114,30 +128,24 @@ inline bool write_whole(int descriptor, const void* data, size_t count) {
 class OutputFile {
 public:
     explicit OutputFile(std::string path) : path(std::move(path)) {
-        descriptor = open(this->path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+        descriptor = FileDescriptor(open(this->path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666));
         if (descriptor < 0) { fail(); }
-    }
-    OutputFile(const OutputFile&) = delete;
-    OutputFile& operator=(const OutputFile&) = delete;
-    ~OutputFile() {
-        if (descriptor >= 0) { close(descriptor); }
     }
 
     void write(const void* data, size_t count) {
         if (!write_whole(descriptor, data, count)) { fail(); }
     }
 
-    // Returns once the data is on the disk; some file systems report a full one only here.
+    // Returns once the data is on the disk.
     void sync_and_close() {
-        if (fsync(descriptor) != 0) { fail(); }
-        if (close(std::exchange(descriptor, -1)) != 0) { fail(); }
+        if (fsync(descriptor) != 0 || descriptor.close() != 0) { fail(); }
     }
 
 private:
     [[noreturn]] void fail() const { throw RunError("cannot write " + path + ": " + strerror(errno)); }
 
     std::string path;
-    int descriptor = -1;
+    FileDescriptor descriptor;
 };
 
 // XXH3_64bits of what is added to it.
@@ -155,11 +163,8 @@ private:
 
 // Returns once the names that were added to the folder, and removed from it, are on the disk.
 inline void sync_folder(const std::string& folder) {
-    const int descriptor = open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (descriptor >= 0) {
-        fsync(descriptor);
-        close(descriptor);
-    }
+    const FileDescriptor descriptor(open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+    if (descriptor >= 0) { fsync(descriptor); }
 }
 
 // Creates or replaces `path` with what `write` writes. Until all of that is on the disk, `path` is unchanged.

@@ -15,7 +15,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdio>
 #include <cstring>
 #include <functional>
 #include <memory>
@@ -292,9 +291,8 @@ inline std::unique_ptr<StateReader> reshape_state(const StoredRun& run, const Ru
         sections.push_back({name, values.data(), values.size() * sizeof(float)});
     }
     // A file without a name, in memory; it lasts as long as somebody has it open.
-    const int descriptor = memfd_create("state", MFD_CLOEXEC);
+    const FileDescriptor descriptor(memfd_create("state", MFD_CLOEXEC));
     if (descriptor < 0) { throw RunError(std::string("no file in memory: ") + strerror(errno)); }
-    const std::unique_ptr<FILE, int (*)(FILE*)> file(fdopen(descriptor, "w"), fclose);
     const std::string path = "/proc/self/fd/" + std::to_string(descriptor);
     {
         OutputFile out(path);

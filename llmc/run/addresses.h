@@ -5,11 +5,11 @@
 #include <netinet/in.h>
 #include <string.h>
 #include <sys/socket.h>
-#include <unistd.h>
 
 #include <string>
 
 #include "llmc/error.h"
+#include "llmc/file.h"
 #include "llmc/run/socket.h"
 
 inline bool is_link_local(const std::string& address) { return address.rfind("fe80:", 0) == 0; }
@@ -49,11 +49,8 @@ inline std::string default_route_address() {
     far.sin_family = AF_INET;
     far.sin_port = htons(9);
     inet_pton(AF_INET, "192.0.2.1", &far.sin_addr);  // reserved for documentation: never a local network
-    const int descriptor = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
-    std::string address;
-    if (connect(descriptor, (const sockaddr*)&far, sizeof far) == 0) { address = local_address(descriptor); }
-    close(descriptor);
-    return address;
+    const FileDescriptor descriptor(socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+    return connect(descriptor, (const sockaddr*)&far, sizeof far) == 0 ? local_address(descriptor) : "";
 }
 
 inline bool is_loopback(const std::string& address) {

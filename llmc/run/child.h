@@ -13,10 +13,10 @@
 #include <cstdio>
 #include <cstdlib>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "llmc/error.h"
+#include "llmc/file.h"
 
 // What all children of a launcher are given.
 struct ChildSettings {
@@ -49,8 +49,8 @@ struct Child {
             close(write_end);
             fcntl(read_end, F_SETFL, O_NONBLOCK);
         }
-        out.pipe = pipes[0][0];
-        err.pipe = pipes[1][0];
+        out.pipe = FileDescriptor(pipes[0][0]);
+        err.pipe = FileDescriptor(pipes[1][0]);
         if (pid < 0) { throw RunError(format("cannot start %s (%s)", name().c_str(), strerror(error))); }
     }
 
@@ -68,16 +68,9 @@ struct Child {
         return true;
     }
 
-    // A process that the child has started may still hold the other ends.
-    void close_pipes() {
-        for (Output* output : {&out, &err}) {
-            if (output->pipe >= 0) { close(std::exchange(output->pipe, -1)); }
-        }
-    }
-
     struct Output {
-        int pipe = -1;     // our end; -1 when closed
-        std::string line;  // since the last newline
+        FileDescriptor pipe;  // our end; a process that the child has started may still hold the other
+        std::string line;     // since the last newline
     };
 
     const int worker, rank, number;  // number: on this machine

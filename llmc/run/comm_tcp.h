@@ -26,6 +26,7 @@
 #include "llmc/clock.h"
 #include "llmc/comm.h"
 #include "llmc/error.h"
+#include "llmc/file.h"
 #include "llmc/run/addresses.h"
 #include "llmc/run/cause.h"
 #include "llmc/run/connections.h"
@@ -44,7 +45,7 @@ struct CallHeader {
 // The connection with one member, and what it sends and receives in the present call.
 class Link {
 public:
-    void connect(TcpSocket connected) { socket = std::move(connected); }
+    void connect(FileDescriptor connected) { socket = std::move(connected); }
     bool is_connected() const { return socket >= 0; }
     void close() { socket.close(); }
 
@@ -104,7 +105,7 @@ private:
         }
     };
 
-    TcpSocket socket;
+    FileDescriptor socket;
     Flow sends, receives;
 };
 
@@ -352,7 +353,7 @@ private:
         }
         for (int r = group.rank + 1; r < group.size; r++) {
             while (!links[size_t(r)].is_connected()) {
-                listener.accept([&](int rank, TcpSocket socket) {
+                listener.accept([&](int rank, FileDescriptor socket) {
                     if (rank <= group.rank || rank >= group.size) { return; }
                     const std::string answer = address_of(rank).word;
                     if (send(socket, answer.data(), answer.size(), MSG_NOSIGNAL) == ssize_t(answer.size())) {

@@ -22,40 +22,23 @@
 #include <vector>
 
 #include "llmc/error.h"
+#include "llmc/file.h"
 #include "llmc/run/store.h"
 
-// A non-blocking socket that child processes do not inherit.
+// A TCP socket, made non-blocking, that child processes do not inherit.
 // A keepalive probe each minute keeps firewalls from forgetting an idle connection. Unanswered probes end it
 // only after two hours; long before that, its user has found the other side silent.
-class TcpSocket {
-public:
-    explicit TcpSocket(int descriptor = -1) : descriptor(descriptor) {
-        if (descriptor < 0) { return; }
-        const int now = 1;  // no delay: what is sent goes out at once
-        setsockopt(descriptor, IPPROTO_TCP, TCP_NODELAY, &now, sizeof now);
-        const int yes = 1, seconds = 60, unanswered = 127;
-        setsockopt(descriptor, SOL_SOCKET, SO_KEEPALIVE, &yes, sizeof yes);
-        setsockopt(descriptor, IPPROTO_TCP, TCP_KEEPIDLE, &seconds, sizeof seconds);
-        setsockopt(descriptor, IPPROTO_TCP, TCP_KEEPINTVL, &seconds, sizeof seconds);
-        setsockopt(descriptor, IPPROTO_TCP, TCP_KEEPCNT, &unanswered, sizeof unanswered);
-        fcntl(descriptor, F_SETFD, FD_CLOEXEC);
-        fcntl(descriptor, F_SETFL, fcntl(descriptor, F_GETFL) | O_NONBLOCK);
-    }
-    TcpSocket(TcpSocket&& other) noexcept : descriptor(std::exchange(other.descriptor, -1)) {}
-    TcpSocket& operator=(TcpSocket&& other) noexcept {
-        std::swap(descriptor, other.descriptor);
-        return *this;
-    }
-    ~TcpSocket() { close(); }
-
-    operator int() const { return descriptor; }
-    void close() {
-        if (descriptor >= 0) { ::close(std::exchange(descriptor, -1)); }
-    }
-
-private:
-    int descriptor;
-};
+inline FileDescriptor tcp_socket(int descriptor) {
+    const int yes = 1, seconds = 60, unanswered = 127;
+    setsockopt(descriptor, IPPROTO_TCP, TCP_NODELAY, &yes, sizeof yes);  // what is sent goes out at once
+    setsockopt(descriptor, SOL_SOCKET, SO_KEEPALIVE, &yes, sizeof yes);
+    setsockopt(descriptor, IPPROTO_TCP, TCP_KEEPIDLE, &seconds, sizeof seconds);
+    setsockopt(descriptor, IPPROTO_TCP, TCP_KEEPINTVL, &seconds, sizeof seconds);
+    setsockopt(descriptor, IPPROTO_TCP, TCP_KEEPCNT, &unanswered, sizeof unanswered);
+    fcntl(descriptor, F_SETFD, FD_CLOEXEC);
+    fcntl(descriptor, F_SETFL, fcntl(descriptor, F_GETFL) | O_NONBLOCK);
+    return FileDescriptor(descriptor);
+}
 
 // True if it succeeded, or will when the socket is ready again; false if the connection is lost.
 inline bool is_only_not_ready(ssize_t result) {
@@ -82,20 +65,20 @@ struct MemberAddress {
 
     // A socket of the address's family, bound to it (listens) or connecting with it. -1, with errno, if that
     // fails.
-    TcpSocket open(bool listens) const {
+    FileDescriptor open(bool listens) const {
         addrinfo hints = {}, *found = nullptr;
         hints.ai_flags = AI_NUMERICHOST | AI_NUMERICSERV;
         hints.ai_socktype = SOCK_STREAM;
         if (getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found) != 0) {
             errno = EADDRNOTAVAIL;
-            return TcpSocket();
+            return FileDescriptor();
         }
-        TcpSocket socket(::socket(found->ai_family, SOCK_STREAM, 0));
+        FileDescriptor socket = tcp_socket(::socket(found->ai_family, SOCK_STREAM, 0));
         const bool is_open =
             listens ? bind(socket, found->ai_addr, found->ai_addrlen) == 0 && listen(socket, SOMAXCONN) == 0
                     : is_only_not_ready(connect(socket, found->ai_addr, found->ai_addrlen));
         freeaddrinfo(found);
-        return is_open ? std::move(socket) : TcpSocket();
+        return is_open ? std::move(socket) : FileDescriptor();
     }
 };
 
@@ -149,7 +132,7 @@ public:
 private:
     // A connection that has not shown the word yet.
     struct Guest {
-        explicit Guest(int descriptor) : socket(descriptor) {}
+        explicit Guest(int descriptor) : socket(tcp_socket(descriptor)) {}
 
         // Reads more of the greeting. False: it is whole, or the connection is lost.
         bool listens() {
@@ -160,7 +143,7 @@ private:
         }
         bool is_whole() const { return bytes == sizeof greeting; }
 
-        TcpSocket socket;
+        FileDescriptor socket;
         Greeting greeting;
         size_t bytes = 0;
         Patience patience{10};
@@ -168,7 +151,7 @@ private:
     static constexpr size_t most_guests = 200;
 
     MemberAddress own;
-    TcpSocket socket;
+    FileDescriptor socket;
     std::list<Guest> guests;
 };
 
@@ -176,8 +159,8 @@ private:
 // goes_on(): called every tenth of a second; it throws to end the wait. An invalid socket, with errno, if the
 // member is gone.
 template <class GoesOn>
-TcpSocket connect_with(const MemberAddress& member, int rank, const std::string& own_word, GoesOn goes_on) {
-    TcpSocket socket = member.open(false);
+FileDescriptor connect_with(const MemberAddress& member, int rank, const std::string& own_word, GoesOn goes_on) {
+    FileDescriptor socket = member.open(false);
     const auto wait_for = [&](short events) {
         while (!is_ready(socket, events, 100)) { goes_on(); }
     };
@@ -186,13 +169,13 @@ TcpSocket connect_with(const MemberAddress& member, int rank, const std::string&
     Greeting greeting;
     memcpy(greeting.word, member.word.data(), sizeof greeting.word);
     greeting.rank = rank;
-    if (send(socket, &greeting, sizeof greeting, MSG_NOSIGNAL) != sizeof greeting) { return TcpSocket(); }
+    if (send(socket, &greeting, sizeof greeting, MSG_NOSIGNAL) != sizeof greeting) { return FileDescriptor(); }
     std::string answer(own_word.size(), '\0');
     for (size_t bytes = 0; bytes < answer.size();) {
         wait_for(POLLIN);
         const ssize_t count = recv(socket, &answer[bytes], answer.size() - bytes, 0);
-        if (count == 0 || !is_only_not_ready(count)) { return TcpSocket(); }
+        if (count == 0 || !is_only_not_ready(count)) { return FileDescriptor(); }
         bytes += size_t(std::max<ssize_t>(count, 0));
     }
-    return answer == own_word ? std::move(socket) : TcpSocket();
+    return answer == own_word ? std::move(socket) : FileDescriptor();
 }

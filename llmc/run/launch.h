@@ -23,6 +23,7 @@
 #include <string>
 
 #include "llmc/error.h"
+#include "llmc/file.h"
 #include "llmc/run/launcher.h"
 #include "llmc/run/options.h"
 #include "llmc/run/process.h"
@@ -71,16 +72,19 @@ inline void check_world(const World& world, const Options& o, long expected) {
     }
 }
 
+inline std::string temporary_folder() {
+    const std::string folder = environment("TMPDIR");
+    return folder.empty() ? "/tmp" : folder;
+}
+
 // The folder in which the processes of a job meet if all were started on this machine; it belongs to this
 // user and job. Empty if they were not, and for elastic workers, whose log must outlive the job.
 inline std::string job_folder(const World& world, const Options& o) {
     const bool others_elsewhere = o.worker >= 0 && o.workers > 1;
     const bool is_usable = world.is_on_one_machine() && !others_elsewhere && !o.diloco.is_elastic();
     if (world.job.empty() || !is_usable) { return ""; }
-    const std::string parent = environment("TMPDIR");
     const uint64_t hash = XXH3_64bits(world.job.data(), world.job.size());
-    return (parent.empty() ? "/tmp" : parent) +
-           format("/diloco-%ld-%016llx", long(geteuid()), (unsigned long long)hash);
+    return temporary_folder() + format("/diloco-%ld-%016llx", long(geteuid()), (unsigned long long)hash);
 }
 
 inline Place place_in_world(const World& world, const Options& o, bool needs_store) {
@@ -148,26 +152,22 @@ inline Place find_place(const Options& o) {
 class TemporaryDirectory {
 public:
     TemporaryDirectory() {
-        const char* parent = getenv("TMPDIR");
-        path = std::string(parent && *parent ? parent : "/tmp") + "/diloco-XXXXXX";
+        path = temporary_folder() + "/diloco-XXXXXX";
         if (!mkdtemp(&path[0])) {
             throw UserError("cannot make the temporary folder " + path + " (" + strerror(errno) +
                             "): set TMPDIR to a writable folder");
         }
-        descriptor = open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+        descriptor = FileDescriptor(open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
         if (descriptor >= 0) { flock(descriptor, LOCK_SH); }
     }
-    TemporaryDirectory(const TemporaryDirectory&) = delete;
-    TemporaryDirectory& operator=(const TemporaryDirectory&) = delete;
     ~TemporaryDirectory() {
         std::error_code ignored;
         std::filesystem::remove_all(path, ignored);
-        if (descriptor >= 0) { close(descriptor); }
     }
     std::string path;
 
 private:
-    int descriptor = -1;
+    FileDescriptor descriptor;
 };
 
 // The runs to start here: one, or one for each elastic worker.

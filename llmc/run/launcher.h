@@ -204,7 +204,7 @@ private:
         }
         if (count == 0) {  // a last line may have no end
             if (!output.line.empty()) { pass_on(child, std::exchange(output.line, "") + "\n", to); }
-            close(std::exchange(output.pipe, -1));
+            output.pipe.close();
         }
     }
 
@@ -435,8 +435,7 @@ private:
 
     void restart(LaunchedRun& run) {
         LaunchedRun next(run.restarts);
-        for (Child& child : run.children) {
-            child.close_pipes();
+        for (const Child& child : run.children) {
             next.children.emplace_back(child.worker, child.rank, child.number);
         }
         run = std::move(next);

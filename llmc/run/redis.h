@@ -4,13 +4,12 @@
 // bytes go through a Socket, because not every version of hiredis knows TLS, and none checks the name in a
 // certificate.
 #pragma once
-#include <ctype.h>
 #include <hiredis/hiredis.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -20,6 +19,8 @@
 #include "llmc/owned_array.h"
 #include "llmc/run/socket.h"
 #include "llmc/run/store.h"
+#include "llmc/run/value_file.h"
+#include "llmc/run/world.h"
 #ifdef WITHOUT_OPENSSL
 struct TlsContext {
     explicit TlsContext(const std::string&) {
@@ -48,14 +49,9 @@ inline RedisAddress parse_redis_url(const std::string& url) {
             "redis://10.0.0.1:6379");
     };
     auto decoded = [&](const std::string& text) {
-        std::string plain;
-        for (size_t i = 0; i < text.size(); i++) {
-            if (text[i] != '%') { plain += text[i]; continue; }
-            if (i + 2 >= text.size() || !isxdigit(text[i + 1]) || !isxdigit(text[i + 2])) { throw wrong(); }
-            plain += char(std::stoi(text.substr(i + 1, 2), nullptr, 16));
-            i += 2;
-        }
-        return plain;
+        const std::optional<std::string> plain = percent_decoded(text);
+        if (!plain) { throw wrong(); }
+        return *plain;
     };
     RedisAddress address;
     address.tls = url.rfind("rediss://", 0) == 0;
@@ -104,8 +100,7 @@ public:
     // `silence`: seconds after which a connection is lost.
     RedisConnection(const std::string& url, double silence)
         : address(parse_redis_url(url)), silence(silence), buffer(1 << 16) {
-        const char* authority = getenv("DILOCO_CA");
-        if (address.tls) { tls = std::make_unique<TlsContext>(authority ? authority : ""); }
+        if (address.tls) { tls = std::make_unique<TlsContext>(environment("DILOCO_CA")); }
     }
 
     bool is_open() const { return bool(socket); }

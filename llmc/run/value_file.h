@@ -51,20 +51,24 @@ inline std::string file_name_of(const std::string& key) {
     return name.empty() ? "%" : name;
 }
 
-// The key of a file name, or nothing if no key has that name.
-inline std::optional<std::string> key_of_file_name(const std::string& name) {
-    auto is_digit = [&](size_t i) { return i < name.size() && isxdigit((unsigned char)name[i]); };
-    std::string key;
-    for (size_t i = 0; name != "%" && i < name.size(); i++) {
-        if (name[i] != '%') {
-            key += name[i];
-            continue;
-        }
-        if (!is_digit(i + 1) || !is_digit(i + 2)) { return std::nullopt; }
-        key += char(std::stoi(name.substr(i + 1, 2), nullptr, 16));
+// A text in which %XX stand for some bytes; nothing if a '%' is not followed by two digits.
+inline std::optional<std::string> percent_decoded(const std::string& text) {
+    std::string plain;
+    for (size_t i = 0; i < text.size(); i++) {
+        if (text[i] != '%') { plain += text[i]; continue; }
+        const std::string digits = text.substr(i + 1, 2);
+        const bool are_hex = digits.find_first_not_of("0123456789abcdefABCDEF") == std::string::npos;
+        if (digits.size() < 2 || !are_hex) { return std::nullopt; }
+        plain += char(std::stoi(digits, nullptr, 16));
         i += 2;
     }
-    return file_name_of(key) == name ? std::optional<std::string>(key) : std::nullopt;
+    return plain;
+}
+
+// The key of a file name, or nothing if no key has that name.
+inline std::optional<std::string> key_of_file_name(const std::string& name) {
+    const std::optional<std::string> key = percent_decoded(name == "%" ? "" : name);
+    return key && file_name_of(*key) == name ? key : std::nullopt;
 }
 
 // The paths of the folders on the way from `root` to the folder "a/b/c" in it, which is the last.
@@ -102,16 +106,10 @@ inline bool read_whole(int file, std::string& value) {
 // Nothing if there is no such file.
 inline std::optional<std::string> read_value_file(const std::string& path) {
     for (int attempt = 0;; attempt++) {
-        const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+        const FileDescriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC));
         if (file < 0 && errno == ENOENT) { return std::nullopt; }
-        if (file >= 0) {
-            std::string value;
-            const bool is_read = read_whole(file, value);
-            const int error = errno;
-            close(file);
-            if (is_read) { return value; }
-            errno = error;
-        }
+        std::string value;
+        if (file >= 0 && read_whole(file, value)) { return value; }
         if (errno != ESTALE || attempt == 100) { fail_value_file(file < 0 ? "open" : "read", path); }
     }
 }
@@ -119,19 +117,16 @@ inline std::optional<std::string> read_value_file(const std::string& path) {
 // Writes a new file; if that fails, nothing of it is left. With `sync` its bytes survive a loss of power (its
 // name does once the folder is synchronized).
 inline void write_value_file(const std::string& path, const std::string& value, bool sync) {
-    const int file = open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+    FileDescriptor file(open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666));
     if (file < 0) { fail_value_file("open", path); }
     const char* failed = write_whole(file, value.data(), value.size()) ? nullptr : "write";
     if (!failed && sync && fsync(file) != 0) { failed = "fsync"; }
-    int error = errno;
-    if (close(file) != 0 && !failed) {  // a network file system may report a full disk only now
-        failed = "close";
-        error = errno;
-    }
+    if (!failed && file.close() != 0) { failed = "close"; }
     if (failed) {
+        const ValueFileError error(failed, path, errno);
+        file.close();
         unlink(path.c_str());
-        errno = error;
-        fail_value_file(failed, path);
+        throw error;
     }
 }
 

@@ -224,7 +224,7 @@ TEST(CommTcp, an_exchange_that_moves_may_take_longer_than_the_time_limit) {
 
 // What port scanners, health checks and lost processes do to an address on which a member listens.
 static void knock(const MemberAddress& address, int i) {
-    TcpSocket socket = address.open(false);
+    FileDescriptor socket = address.open(false);
     if (!is_ready(socket, POLLOUT, 5000)) { throw std::runtime_error("cannot knock"); }
     Greeting greeting = {};
     greeting.rank = 1;
@@ -250,7 +250,7 @@ TEST(CommTcp, a_start_survives_hundreds_of_strangers_that_connect_and_close_or_r
         return std::string();
     });
     store.set("test/machine/2", machine_name());  // so that the others listen already
-    std::vector<TcpSocket> silent;
+    std::vector<FileDescriptor> silent;
     for (int rank : {0, 1}) {
         wait_for_value(store, "test/address/" + std::to_string(rank), 20);
         const auto address = MemberAddress::parse(*store.try_get("test/address/" + std::to_string(rank)));
@@ -267,13 +267,13 @@ TEST(Listener, a_member_with_more_strangers_behind_it_than_are_kept_is_heard) {
     Greeting greeting;
     memcpy(greeting.word, address.word.data(), sizeof greeting.word);
     greeting.rank = 3;
-    const TcpSocket member = address.open(false);
+    const FileDescriptor member = address.open(false);
     ASSERT_EQ(send(member, &greeting, sizeof greeting, MSG_NOSIGNAL), ssize_t(sizeof greeting));
-    std::vector<TcpSocket> silent;
+    std::vector<FileDescriptor> silent;
     for (int i = 0; i < 300; i++) { silent.push_back(address.open(false)); }
     std::vector<int> heard;
     for (int i = 0; i < 5; i++) {
-        listener.accept([&](int rank, TcpSocket) { heard.push_back(rank); });
+        listener.accept([&](int rank, FileDescriptor) { heard.push_back(rank); });
     }
     EXPECT_EQ(heard, std::vector<int>{3});
 }
