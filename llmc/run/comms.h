@@ -49,11 +49,6 @@ inline std::unique_ptr<Comm> make_outer_comm(const CommGroup& group, const std::
 }  // namespace cuda
 #endif
 
-// UserError if there is no such network interface. (NCCL's is checked when it is set.)
-inline void check_outer_interface(const std::string& transport, const std::string& interface) {
-    if (transport == "tcp" && !interface.empty()) { interface_address(interface); }
-}
-
 // The kind of stream that an outer communicator of that transport works on.
 inline Stream::Kind outer_stream_kind(const std::string& transport) {
     return transport == "tcp" ? Stream::Kind::hosted : Stream::Kind::communicate;

@@ -22,26 +22,25 @@ inline void append(Fingerprint& rows, const Fingerprint& more) {
 
 // All workers must agree on these rows.
 inline Fingerprint fingerprint_of_run(Options o, const Inputs& inputs) {
-    const auto number = [](long value) { return std::to_string(value); };
     const GptShape& shape = inputs.shape;
     const uint64_t initial_hash = XXH3_64bits(inputs.initial.data(), inputs.initial.size() * sizeof(float));
     Fingerprint rows = values_of(option_table(o), Scope::run);
-    append(rows, {{"--layers", number(shape.layers)},
-                  {"--heads", number(shape.heads)},
-                  {"--channels", number(shape.channels)},
-                  {"--vocab-size", number(shape.vocab_size)},
-                  {"--max-seq-len", number(shape.max_seq_len)},
+    append(rows, {{"--layers", std::to_string(shape.layers)},
+                  {"--heads", std::to_string(shape.heads)},
+                  {"--channels", std::to_string(shape.channels)},
+                  {"--vocab-size", std::to_string(shape.vocab_size)},
+                  {"--max-seq-len", std::to_string(shape.max_seq_len)},
                   {"initial parameters (-e, --seed)", format("%016llx", (unsigned long long)initial_hash)},
                   {"--outer-optimizer", o.diloco.outer_optimizer}});
     if (!o.has_own_batch()) {
-        append(rows, {{"--batch", number(o.batch)},
-                      {"--total-batch", number(o.total_batch)},
-                      {"--max-steps", number(inputs.steps)}});
+        append(rows, {{"--batch", std::to_string(o.batch)},
+                      {"--total-batch", std::to_string(o.total_batch)},
+                      {"--max-steps", std::to_string(inputs.steps)}});
     } else {
-        append(rows, {{"--max-steps", number(o.max_steps)}});
+        append(rows, {{"--max-steps", std::to_string(o.max_steps)}});
         // Once through the data: share_data() computes the steps from the tokens and all workers' batches.
         if (o.max_steps < 0) {
-            append(rows, {{"--train-data (tokens)", number(inputs.train_loader->num_tokens())}});
+            append(rows, {{"--train-data (tokens)", std::to_string(inputs.train_loader->num_tokens())}});
         }
     }
     if (o.diloco.is_elastic()) {
@@ -52,20 +51,21 @@ inline Fingerprint fingerprint_of_run(Options o, const Inputs& inputs) {
 
 // Processes that take each step together must agree on these rows: all, or the ranks of an elastic worker.
 inline Fingerprint fingerprint(Options o, const Inputs& inputs) {
-    const auto number = [](long value) { return std::to_string(value); };
     const auto given = [](bool is_given) { return is_given ? "given" : "none"; };
     const DataLoader* validation = inputs.validation_loader.get();
     Fingerprint rows = fingerprint_of_run(o, inputs);
     append(rows, values_of(option_table(o), Scope::lockstep));
     const long examples = inputs.hellaswag ? long(inputs.hellaswag->size()) : 0;
-    append(rows, {{"--hellaswag-data (examples)", number(examples)},
+    append(rows, {{"--hellaswag-data (examples)", std::to_string(examples)},
                   {"--val-data", given(validation)},
                   {"--tokenizer", given(bool(inputs.tokenizer))},
                   {"--output", given(!o.output.empty())}});
     if (!o.has_own_batch()) {
-        append(rows, {{"--val-data (batches)", number(validation ? long(validation->num_batches()) : 0)}});
+        const long batches = validation ? long(validation->num_batches()) : 0;
+        append(rows, {{"--val-data (batches)", std::to_string(batches)}});
     } else if (o.diloco.is_elastic()) {
-        append(rows, {{"--batch", number(o.batch)}, {"--total-batch", number(o.total_batch)}});
+        append(rows, {{"--batch", std::to_string(o.batch)},
+                      {"--total-batch", std::to_string(o.total_batch)}});
     }
     return rows;
 }

@@ -122,11 +122,6 @@ inline const LlmcFlag* find_llmc_flag(const std::string& word, std::optional<std
     return nullptr;
 }
 
-inline void keep_llmc_flag(const LlmcFlag& flag, const std::string& value, LlmcFlags& flags) {
-    if (strcmp(flag.flag, "-pd") == 0) { flags.values["-pi"] = "fs"; }
-    flags.values[flag.kind == LlmcKind::alias ? flag.here : flag.flag] = value;
-}
-
 // The command line as options of this program; the other flags go to `flags`.
 // is_option: whether the word is an option that a value follows
 inline std::vector<std::string> translate_llmc_flags(
@@ -142,7 +137,8 @@ inline std::vector<std::string> translate_llmc_flags(
         if (flag && flag->kind != LlmcKind::option) {
             words.pop_back();
             if (!value) { throw UserError(std::string(flag->flag) + " has no value: give it one"); }
-            keep_llmc_flag(*flag, *value, flags);
+            if (strcmp(flag->flag, "-pd") == 0) { flags.values["-pi"] = "fs"; }
+            flags.values[flag->kind == LlmcKind::alias ? flag->here : flag->flag] = *value;
         } else if (value) {
             words.push_back(*value);
         }

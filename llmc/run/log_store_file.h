@@ -85,8 +85,7 @@ private:
 
     void put(const std::string& folder, const std::string& name, const std::string& value) {
         const TemporaryFile file{new_path()};
-        const bool sync = false;
-        write_value_file(file.path, value, sync);
+        write_value_file(file.path, value, /*sync=*/false);
         give_name(folder, name, [&](const char* path) { return rename(file.path.c_str(), path) == 0; });
     }
 
@@ -96,8 +95,7 @@ private:
         while (true) {
             if (std::optional<std::string> winner = get(folder, name)) { return asks_winner ? *winner : ""; }
             const TemporaryFile file{new_path()};
-            const bool sync = true;
-            write_value_file(file.path, value, sync);
+            write_value_file(file.path, value, /*sync=*/true);
             bool won = true;
             const bool is_new_folder = give_name(folder, name, [&](const char* path) {
                 won = link(file.path.c_str(), path) == 0;
@@ -231,8 +229,7 @@ private:
 
     timespec now_on_its_server() {
         const TemporaryFile file{new_path()}, other{new_path()};
-        const bool sync = false;
-        write_value_file(file.path, "", sync);
+        write_value_file(file.path, "", /*sync=*/false);
         if (link(file.path.c_str(), other.path.c_str()) != 0) { fail_value_file("link", other.path); }
         struct stat status;
         if (stat(file.path.c_str(), &status) != 0) { fail_value_file("stat", file.path); }

@@ -11,7 +11,6 @@
 #include <arpa/inet.h>
 #include <ctype.h>
 #include <netdb.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include <fstream>
@@ -21,6 +20,7 @@
 
 #include "llmc/error.h"
 #include "llmc/owned_array.h"
+#include "llmc/run/world.h"
 
 struct S3Keys {
     std::string id, secret, token;  // token: that of a session, or empty
@@ -68,21 +68,20 @@ inline void read_profile(const std::string& path, const std::string& section, S3
 }
 
 inline S3Profile s3_profile() {
-    auto variable = [](const char* name) { return std::string(getenv(name) ? getenv(name) : ""); };
-    const std::string home = variable("HOME") + "/.aws/", chosen = variable("AWS_PROFILE");
+    const std::string home = environment("HOME") + "/.aws/", chosen = environment("AWS_PROFILE");
     const std::string name = chosen.empty() ? "default" : chosen;
     auto path = [&](const char* name, const char* usual) {
-        return variable(name).empty() ? home + usual : variable(name);
+        return environment(name).empty() ? home + usual : environment(name);
     };
     S3Profile profile;
-    const bool has_keys = !variable("AWS_ACCESS_KEY_ID").empty();
+    const bool has_keys = !environment("AWS_ACCESS_KEY_ID").empty();
     const std::pair<const char*, const char*> variables[] = {
         {"AWS_ACCESS_KEY_ID", "aws_access_key_id"}, {"AWS_SECRET_ACCESS_KEY", "aws_secret_access_key"},
         {"AWS_SESSION_TOKEN", "aws_session_token"}, {"AWS_REGION", "region"},
         {"AWS_DEFAULT_REGION", "region"},           {"AWS_ENDPOINT_URL_S3", "endpoint_url"},
         {"AWS_ENDPOINT_URL", "endpoint_url"}};
-    for (const auto& [variable_name, key] : variables) {
-        if (!variable(variable_name).empty()) { profile.emplace(key, variable(variable_name)); }
+    for (const auto& [variable, key] : variables) {
+        if (!environment(variable).empty()) { profile.emplace(key, environment(variable)); }
     }
     if (has_keys) { profile.emplace("aws_session_token", ""); }  // a file's belongs to the file's keys
     read_profile(path("AWS_SHARED_CREDENTIALS_FILE", "credentials"), name, profile);
@@ -175,6 +174,6 @@ inline S3Settings s3_settings(const std::string& url) {
     const size_t begin = s.endpoint.find("://") + 3;
     s.base = in_host ? s.endpoint.substr(0, begin) + s.bucket + "." + s.endpoint.substr(begin)
                      : s.endpoint + "/" + s.bucket;
-    s.authority = getenv("DILOCO_CA") ? getenv("DILOCO_CA") : "";
+    s.authority = environment("DILOCO_CA");
     return s;
 }

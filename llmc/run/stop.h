@@ -90,8 +90,6 @@ public:
         for (int s : stop_signals) { sigaddset(&signals, s); }
         pthread_sigmask(SIG_BLOCK, &signals, &before);
     }
-    SignalThread(const SignalThread&) = delete;
-    SignalThread& operator=(const SignalThread&) = delete;
     ~SignalThread() {
         pthread_sigmask(SIG_SETMASK, &before, nullptr);
         ended.set_value();

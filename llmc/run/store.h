@@ -268,8 +268,7 @@ private:
 
     std::string write_temporary(const std::string& value) const {
         const std::string temporary = folder + "/.new-" + random_hex(12);
-        const bool sync = false;  // after a loss of power the run's processes meet again
-        write_value_file(temporary, value, sync);
+        write_value_file(temporary, value, /*sync=*/false);  // after a loss of power the processes meet again
         return temporary;
     }
 

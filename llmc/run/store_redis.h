@@ -2,7 +2,6 @@
 // for some seconds after it has lost the connection, so that a server may be restarted.
 #pragma once
 #include <algorithm>
-#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -79,7 +78,3 @@ private:
     std::mutex mutex;
     RedisConnection connection;
 };
-
-inline std::unique_ptr<Store> open_redis_store(const std::string& url, double timeout) {
-    return std::make_unique<RedisStore>(url, timeout);
-}

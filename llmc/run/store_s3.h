@@ -1,7 +1,6 @@
 // S3Store: processes meet through a bucket (s3.h), in objects PREFIX/meet/KEY. They ask for single keys and
 // list nothing. A request that fails is repeated for some seconds.
 #pragma once
-#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -26,8 +25,7 @@ public:
 
     std::string set_if_absent(const std::string& key, const std::string& value) override {
         while (true) {
-            const bool only_if_absent = true;
-            if (!ask({"PUT", object(key), "", &value, only_if_absent}).is_taken()) { return value; }
+            if (!ask({"PUT", object(key), "", &value, /*if_absent=*/true}).is_taken()) { return value; }
             if (std::optional<std::string> winner = try_get(key)) { return *winner; }
         }
     }
@@ -54,7 +52,3 @@ private:
     std::mutex mutex;
     S3Client client;
 };
-
-inline std::unique_ptr<Store> open_s3_store(const std::string& url, double timeout) {
-    return std::make_unique<S3Store>(url, timeout);
-}

@@ -18,7 +18,9 @@
     throw UserError("--store " + url.substr(0, url.find(':')) +
                     ":// is not in this build: give file:DIR, or build again with hiredis");
 }
-inline std::unique_ptr<Store> open_redis_store(const std::string& url, double) { refuse_redis(url); }
+struct RedisStore : MemoryStore {
+    RedisStore(const std::string& url, double) { refuse_redis(url); }
+};
 #else
 #include "llmc/run/store_redis.h"
 #endif
@@ -28,7 +30,9 @@ inline std::unique_ptr<Store> open_redis_store(const std::string& url, double) {
         "--store s3:// is not in this build: give file:DIR or redis://, or build again with libcurl "
         "and expat");
 }
-inline std::unique_ptr<Store> open_s3_store(const std::string&, double) { refuse_s3(); }
+struct S3Store : MemoryStore {
+    S3Store(const std::string&, double) { refuse_s3(); }
+};
 #else
 #include "llmc/run/store_s3.h"
 #endif
@@ -55,8 +59,8 @@ inline std::string folder_of_store(const std::string& url) {
 
 // UserError for a URL of no known kind, and for a store that cannot be used.
 inline std::unique_ptr<Store> open_store(const std::string& url, double timeout) {
-    if (is_redis_url(url)) { return open_redis_store(url, timeout); }
-    if (is_s3_url(url)) { return open_s3_store(url, timeout); }
+    if (is_redis_url(url)) { return std::make_unique<RedisStore>(url, timeout); }
+    if (is_s3_url(url)) { return std::make_unique<S3Store>(url, timeout); }
     return std::make_unique<FileStore>(folder_of_store(url));
 }
 

@@ -24,7 +24,10 @@ public:
         if (!context) { throw RunError("OpenSSL cannot be initialized"); }
         SSL_CTX_set_min_proto_version(context.get(), TLS1_2_VERSION);
         SSL_CTX_set_verify(context.get(), SSL_VERIFY_PEER, nullptr);
-        SSL_CTX_set_client_cert_cb(context.get(), note_that_it_asks);
+        SSL_CTX_set_client_cert_cb(context.get(), [](SSL* tls, X509**, EVP_PKEY**) {
+            *static_cast<bool*>(SSL_get_app_data(tls)) = true;
+            return 0;
+        });
         SSL_CTX_set_mode(context.get(), SSL_MODE_ENABLE_PARTIAL_WRITE | SSL_MODE_ACCEPT_MOVING_WRITE_BUFFER);
         if (authority.empty()) {
             SSL_CTX_set_default_verify_paths(context.get());
@@ -44,11 +47,6 @@ public:
     }
 
 private:
-    static int note_that_it_asks(SSL* tls, X509**, EVP_PKEY**) {
-        *static_cast<bool*>(SSL_get_app_data(tls)) = true;
-        return 0;
-    }
-
     Owned<SSL_CTX, SSL_CTX_free> context;
 };
 

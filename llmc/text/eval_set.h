@@ -61,7 +61,7 @@ public:
     }
 
     // i: at least 0 and less than size()
-    EvalExample example(long i) const { return parse(read_words(i, begins[size_t(i)], end_of(i)), i); }
+    EvalExample example(long i) const { return parse(read_words(i, begins[i], begins[i + 1]), i); }
 
 private:
     static constexpr int most_examples = 65536;  // an index is a uint16
@@ -96,8 +96,6 @@ private:
             return tokens;
         }
     };
-
-    int64_t end_of(long i) const { return begins[size_t(i) + 1]; }
 
     // longest_bytes: according to the header
     void index_examples(int count, int32_t longest_bytes) {
