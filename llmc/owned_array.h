@@ -1,11 +1,10 @@
 // Owned: a C library's object; `free` releases it when its owner is destroyed.
 // OwnedArray: an array that is freed with its owner. Memory provides its memory:
 //     static void* take(size_t bytes);    // all zero bits; throws if there is no more
-//     static void give_back(void* p);     // does nothing for null
+//     static void give_back(void* p);
 #pragma once
 #include <cstddef>
 #include <memory>
-#include <utility>
 
 template <auto free>
 struct CallFree {
@@ -20,24 +19,16 @@ class OwnedArray {
 public:
     OwnedArray() = default;
     explicit OwnedArray(long count)
-        : data_(count == 0 ? nullptr : static_cast<T*>(Memory::take(size_t(count) * sizeof(T)))),
-          count_(count) {}
-    OwnedArray(OwnedArray&& other) noexcept
-        : data_(std::exchange(other.data_, nullptr)), count_(std::exchange(other.count_, 0)) {}
-    OwnedArray& operator=(OwnedArray&& other) noexcept {
-        std::swap(data_, other.data_);
-        std::swap(count_, other.count_);
-        return *this;
-    }
-    ~OwnedArray() { Memory::give_back(data_); }
+        : memory(count == 0 ? nullptr : static_cast<T*>(Memory::take(size_t(count) * sizeof(T)))),
+          values(count) {}
 
-    T* data() { return data_; }
-    const T* data() const { return data_; }
-    operator T*() { return data_; }
-    operator const T*() const { return data_; }
-    long count() const { return count_; }
+    T* data() { return memory.get(); }
+    const T* data() const { return memory.get(); }
+    operator T*() { return data(); }
+    operator const T*() const { return data(); }
+    long count() const { return values; }
 
 private:
-    T* data_ = nullptr;
-    long count_ = 0;
+    Owned<T, Memory::give_back> memory;
+    long values = 0;
 };

@@ -98,10 +98,6 @@ struct Rows {
     }
 };
 
-// Reductions over the 16 threads that share a row of scores.
-__device__ inline float row_max(float x) { return warp_reduce<side>(x, Maximum()); }
-__device__ inline float row_sum(float x) { return warp_reduce<side>(x, Sum()); }
-
 // ---- kernels: blocks (tiles, NH, B), in the same order as in attention.cuh
 
 // out: (B,T,C)   lse: (B,NH,T)   qkv: (B,T,3C)
@@ -132,7 +128,8 @@ __global__ void __launch_bounds__(threads)
                 const bool later = first_key + thread_x() + side * j > first_query + row;
                 s[i][j] = later ? -INFINITY : scale * s[i][j];
             }
-            const float new_max = fmaxf(max[i], row_max(fmaxf(s[i][0], s[i][1])));
+            const float largest = warp_reduce<side>(fmaxf(s[i][0], s[i][1]), Maximum());  // of the row
+            const float new_max = fmaxf(max[i], largest);
             const float correction = exponential(max[i] - new_max);
             max[i] = new_max;
             total[i] *= correction;
@@ -148,7 +145,7 @@ __global__ void __launch_bounds__(threads)
         __syncthreads();  // the next round overwrites the tiles
     }
     for (int i = 0; i < 2; i++) {
-        const float row_total = row_sum(total[i]);
+        const float row_total = warp_reduce<side>(total[i], Sum());
         const int query = first_query + thread_y() + side * i;
         sum.multiply_row(i, 1.0f / row_total);
         if (thread_x() == 0 && query < T) {
