@@ -97,8 +97,8 @@ public:
         copies->record(slot.fetched);
     }
 
-    // Fragment p, for work on main from now on. It is fetched now if it was not fetched ahead. Then there may be
-    // no slot for it, as after a resume with a smaller tau: drops what was fetched ahead.
+    // Fragment p, for work on main from now on. If it was not fetched ahead, it is fetched now; if there is
+    // no slot for it, as after a resume with a smaller tau, what was fetched ahead is dropped.
     std::vector<Part> use(int p, Stream& main) {
         Slot* slot = nullptr;
         if (copies) {

@@ -159,7 +159,8 @@ private:
 // goes_on(): called every tenth of a second; it throws to end the wait. An invalid socket, with errno, if the
 // member is gone.
 template <class GoesOn>
-FileDescriptor connect_with(const MemberAddress& member, int rank, const std::string& own_word, GoesOn goes_on) {
+FileDescriptor connect_with(const MemberAddress& member, int rank, const std::string& own_word,
+                            GoesOn goes_on) {
     FileDescriptor socket = member.open(false);
     const auto wait_for = [&](short events) {
         while (!is_ready(socket, events, 100)) { goes_on(); }
@@ -169,7 +170,8 @@ FileDescriptor connect_with(const MemberAddress& member, int rank, const std::st
     Greeting greeting;
     memcpy(greeting.word, member.word.data(), sizeof greeting.word);
     greeting.rank = rank;
-    if (send(socket, &greeting, sizeof greeting, MSG_NOSIGNAL) != sizeof greeting) { return FileDescriptor(); }
+    const bool is_sent = send(socket, &greeting, sizeof greeting, MSG_NOSIGNAL) == sizeof greeting;
+    if (!is_sent) { return FileDescriptor(); }
     std::string answer(own_word.size(), '\0');
     for (size_t bytes = 0; bytes < answer.size();) {
         wait_for(POLLIN);
