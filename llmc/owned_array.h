@@ -26,7 +26,7 @@ public:
     const T* data() const { return memory.get(); }
     operator T*() { return data(); }
     operator const T*() const { return data(); }
-    long count() const { return values; }
+    long count() const { return memory ? values : 0; }  // 0 also after a move
 
 private:
     Owned<T, Memory::give_back> memory;

@@ -146,9 +146,12 @@ template <class F, bool stochastic>
 inline void encode_block(Code<F>* codes, const float* values, const Rounding& rounding, uint64_t first) {
     if constexpr (stochastic && F::bits < 32) {
         const int quads = quantization_block / 4 + 1;  // one more, in case `first` is not a multiple of 4
-        Philox4 drawn[quads];
-        for (int i = 0; i < quads; i++) { drawn[i] = random_quad(rounding, first / 4 + uint64_t(i)); }
-        const uint32_t* random = drawn[0].v + first % 4;
+        uint32_t words[4 * quads];
+        for (int i = 0; i < quads; i++) {
+            const Philox4 drawn = random_quad(rounding, first / 4 + uint64_t(i));
+            std::copy_n(drawn.v, 4, words + 4 * i);
+        }
+        const uint32_t* random = words + first % 4;
         for (int k = 0; k < quantization_block; k++) { codes[k] = Code<F>(F::encode(values[k], random[k])); }
     } else {
         for (int k = 0; k < quantization_block; k++) { codes[k] = Code<F>(F::encode(values[k])); }
