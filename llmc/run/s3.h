@@ -309,7 +309,7 @@ private:
         if (!found.id.empty() && !found.secret.empty()) { keys = found; }
     }
 
-    // Throws a UserError or S3Full, unless the request may succeed another time.
+    // Throws a UserError, TemporaryFailure or S3Full, unless the request may succeed another time.
     void refuse_if_final(const S3Answer& answer, const std::string& code) const {
         const long status = answer.status;
         if (status == 507 || code == "QuotaExceeded") {
@@ -340,7 +340,9 @@ private:
         } else if (status == 401 || status == 403) {
             advice = "correct AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION";
         }
-        throw UserError(where() + " refuses to serve (" + said + "): " + advice);
+        const std::string text = where() + " refuses to serve (" + said + "): " + advice;
+        if (code == "RequestTimeTooSkewed") { throw TemporaryFailure(text); }  // NTP may correct the clock
+        throw UserError(text);
     }
 
     [[noreturn]] void give_up(bool answers, long status, const std::string& code,

@@ -120,7 +120,7 @@ REFUSED = {
     "other_region": (error(400, "AuthorizationHeaderMalformed", "<Region>eu-west-3</Region>"), 2,
                      "set AWS_REGION to the bucket's region, eu-west-3"),
     "moved": (error(301, "PermanentRedirect"), 2, "set AWS_REGION"),
-    "clock": (error(403, "RequestTimeTooSkewed"), 2, "set this machine's clock"),
+    "clock": (error(403, "RequestTimeTooSkewed"), 75, "set this machine's clock"),
     "no_s3": (error(404, "NotFound"), 75, "404 NotFound: correct AWS_ENDPOINT_URL"),
     "no_xml": (lambda handler, body: says(handler, 404, b"404 page not found"), 75, "correct AWS_ENDPOINT_URL"),
     "no_conditions": (lambda handler, body: says(handler, 200), 2, "ignores If-None-Match"),
