@@ -719,6 +719,7 @@ inline void train_step(Run& run, long step) {
     const Traffic inner = worker.traffic;  // compute_gradients() joined the streams: nothing writes it now
     update(worker, o, lr, learning_rate(of_muon, steps, step - 1) * warmup);
     run.step = step;
+    collect(run, run.previous_result());  // before an exchange, whose waits are no part of that step
     if (run.outer) {
         const Phase phase("exchange");
         if (stopping.should_tell_workers(totals.updates)) { run.outer->request_stop(); }
@@ -733,7 +734,6 @@ inline void train_step(Run& run, long step) {
     result.metrics = {step, 0, lr, 0, 0, totals.tokens, 0, inner.bytes_sent, inner.bytes_received};
     device::copy_to_host_later(result.scalars.data(), worker.scalars.data(), 1, run.main);
     run.main.record(result.done);
-    collect(run, run.previous_result());
     if (result.done.query()) { collect(run, result); }
 }
 

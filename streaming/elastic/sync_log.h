@@ -134,6 +134,7 @@ private:
 
     struct Snapshot {
         int attempt = 1;         // each attempt has its own name
+        bool has_room = false;   // the disk had room for it before it was first wanted
         bool is_wanted = false;  // the store holds this worker's want
         std::optional<LogOffer> offer = std::nullopt;
         Spool bytes = Spool();

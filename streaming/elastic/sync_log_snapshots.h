@@ -283,8 +283,10 @@ inline void SyncLog::choose_behind(double now) {
     if (now >= look_around_at) { look_around(bool(snapshot.offer)); }
 }
 
-// Without room for it, this worker asks nobody to make a snapshot.
+// Without room for it, this worker asks nobody to make a snapshot. Later a giver on the same disk may take
+// some of the room for a while.
 inline bool SyncLog::has_room_for_snapshot() {
+    if (snapshot.has_room) { return true; }
     lacks_room.clear();
     try {
         Spool::require_room(options.spool_folder, shard.snapshot_bytes());
@@ -292,7 +294,7 @@ inline bool SyncLog::has_room_for_snapshot() {
         lacks_room = std::string("the snapshot that this worker needs cannot be stored (") + error.what() + ")";
         say_waits(lacks_room, no_room);
     }
-    return lacks_room.empty();
+    return snapshot.has_room = lacks_room.empty();
 }
 
 inline void SyncLog::look_for_offer() {
