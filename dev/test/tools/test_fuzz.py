@@ -39,12 +39,7 @@ PLANTED = {
     ),
     "resume": ("llmc/checkpoint/resume.h", "int(i))).verify();", "int(i))).identity();", "whole and of the run"),
     "state": ("llmc/checkpoint/state_file.h", "who.worker < who.workers && ", "", "the worker belongs to the run"),
-    "store": (
-        "llmc/run/redis.h",
-        " || !isxdigit(text[i + 1]) || !isxdigit(text[i + 2])",
-        "",
-        "std::invalid_argument",
-    ),
+    "store": ("llmc/run/value_file.h", "digits.size() < 2 || !are_hex", "digits.size() < 2", "std::invalid_argument"),
     "tokenizer": ("llmc/text/tokenizer.h", " || eot >= vocab_size", "", "the end of text is a token"),
     "tokens": ("llmc/text/dataloader.h", "if (largest < vocab_size) { return; }", "return;", "is a token"),
 }
