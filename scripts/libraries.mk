@@ -77,11 +77,10 @@ GPU_LINK = $(call library_folder,$(sort $(dir $(NCCL_LIBRARY) $(CUBLAS_LIBRARY))
 NCCL_LINK = $(if $(NCCL_LIBRARY),-l:$(notdir $(NCCL_LIBRARY)),-lnccl)
 
 # Code for each GPU that is named; for later GPUs PTX of the newest.
-GPUS_HERE = $(call once,GPUS_HERE,$(shell \
-    nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | \
-    grep -xE '[0-9]+\.[0-9]' | tr -d . | sort -nu))
-GPUS = $(if $(filter native,$(GPU_ARCH)),$(GPUS_HERE),$(call once,GPUS_NAMED,$(shell \
-    printf '%s\n' $(GPU_ARCH:sm_%=%) | sort -nu)))
+GPUS_HERE = $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | \
+    grep -xE '[0-9]+\.[0-9]' | tr -d .)
+GPUS = $(call once,GPUS,$(shell \
+    printf '%s\n' $(if $(filter native,$(GPU_ARCH)),$(GPUS_HERE),$(GPU_ARCH:sm_%=%)) | sort -n | uniq))
 code_for = $(foreach sm,$(1),-gencode \
     'arch=compute_$(sm),code=[sm_$(sm)$(if $(filter $(sm),$(lastword $(1))),$(comma)compute_$(sm))]')
 GPU_CODE = $(call code_for,$(GPUS))

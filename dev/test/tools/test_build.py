@@ -148,6 +148,13 @@ def test_the_last_gpu_named_is_built_for_in_ptx_too(toolkit):
     ]
 
 
+@pytest.mark.parametrize("gpus, codes", [("100 80", ["sm_80", "sm_100,compute_100"]), ("90 sm_90", ["sm_90,compute_90"]),
+                                         ("90a 90", ["sm_90", "sm_90a,compute_90a"])])
+def test_gpus_may_be_named_in_any_order_and_twice(toolkit, gpus, codes):
+    words = compiler_line("train_gpt", f"CUDA_HOME={toolkit}", f"GPU_ARCH={gpus}")
+    assert [word.split("[")[1] for word in words if word.startswith("arch=")] == [code + "]" for code in codes]
+
+
 def test_this_machine_s_gpus_are_built_for_once_each(toolkit, tmp_path):
     script(tmp_path / "bin" / "nvidia-smi", "printf '9.0\\n10.0\\n9.0\\n'")
     words = compiler_line("train_gpt", f"CUDA_HOME={toolkit}", path=tmp_path / "bin")
