@@ -12,7 +12,7 @@
 # make bench-quality        what distant workers cost in validation loss: ten hours
 # make bench-wan            how much of its speed a run keeps over slow lines (root): 63 runs
 # make bench-uneven         workers that are slower, lost or far from their store (root)
-#                  These four can be interrupted and resumed, and stop by themselves after one to two hours
+#                  These four can be interrupted and resumed, and stop by themselves after 40 to 120 minutes
 #                  (ARGUMENTS="--minutes 60"): the same command continues. --quick: a trial of each in minutes,
 #                  whose report is build/NAME.md, not dev/results/NAME.md; REPORT=FILE: elsewhere.
 # make clean       removes what was built; make clean-runs: what interrupted benchmarks continue from

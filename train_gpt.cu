@@ -635,9 +635,8 @@ inline void evaluate(Run& run, long step) {
     if (validates || answers || samples) {
         with_parameters(*run.worker, run.evaluated(), [&] {
             if (validates) {
-                const float loss = validation_loss(*run.worker, *in.validation_loader, o.batch, o.seq_len,
-                                                   in.validation_batches);
-                session.validated(step, loss);
+                session.validated(step, validation_loss(*run.worker, *in.validation_loader, o.batch,
+                                                        o.seq_len, in.validation_batches));
             }
             if (answers) {
                 const double accuracy = eval_accuracy(*run.worker, *in.hellaswag, o.batch, o.seq_len);
@@ -684,6 +683,7 @@ inline void follow(Run& run, const Outcome& outcome) {
     const bool is_new = run.session.totals.updates < join_warmup_updates, jumps = outcome.step > run.step;
     run.step = outcome.step;
     run.course = outcome.course;
+    worker.model.matmul.leaves_sms = outcome.exchanges;
     run.session.report.events(run.step, outcome.events);
     if (!outcome.joined && !(is_new && jumps)) { return; }
     run.session.totals.joined_after = run.session.totals.updates;
@@ -868,14 +868,14 @@ inline void make_worker(Run& run) {
     worker.progress = [&session] { session.watchdog.progress(); };
     worker.stop.is_asked = [&session] { return session.stopping.is_requested(); };
     if (o.uses_muon()) { worker.muon = std::make_unique<ShardedMuon>(run.model->layout, *session.inner); }
-    set_parameters(worker, in.initial.data());
-    in.initial = std::vector<float>();
+    set_parameters(worker, std::exchange(in.initial, {}).data());
     if (runs_on_gpu) {
         const Watchdog::Watch watch(session.watchdog, "the first collectives");
-        warm_up(worker, o);
+        for (bool leaves : {true, false}) { run.model->matmul.leaves_sms = leaves, warm_up(worker, o); }
     }
     if (!session.resumed.state) { return; }
     restore(arrays_of(worker), *session.resumed.state, run.main);
+    const Watchdog::Watch watch(session.watchdog, "the parameters of the checkpoint");
     gather_parameters(worker);
     wait_for_parameters(worker);
     run.main.synchronize();

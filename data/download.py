@@ -35,7 +35,7 @@ class Remote(NamedTuple):
 
 class Limits(NamedTuple):
     timeout: float  # seconds without a byte
-    retries: int  # attempts in a row without progress
+    retries: int  # in a row without progress
 
 
 class Passing(Exception):
@@ -290,7 +290,7 @@ def add_source_options(parser, what, url, url_help):
     parser.add_argument("--timeout", type=positive_number, default=60, metavar="SECONDS",
                         help="a server that is silent for this long is tried again (60)")
     parser.add_argument("--retries", type=whole_number, default=8, metavar="N",
-                        help="attempts in a row without a byte before the run gives up (8: three minutes)")
+                        help="retries in a row without a byte before the run gives up (8: three minutes)")
 
 
 def limits_of(options):

@@ -4,18 +4,20 @@
     data/prepare.py                                     the King James Bible, as bytes    -> data/kjv-bytes/
     data/prepare.py --tokenizer bpe:1024                the same, in a vocabulary of 1024 -> data/kjv-bpe1024/
     data/prepare.py --text a.txt b.txt --out data/mine  your own text, UTF-8
+    data/prepare.py --text a.jsonl --out data/mine      the same, a document in the field "text" of each line
 
 Writes NAME_train_000000.bin, ..., NAME_val_000000.bin (llm.c's shards: 256 int32 {20240520, 1, token count},
 then uint16 tokens), tokenizer.bin (llm.c's: 256 int32 {20240328, 2, vocabulary size, end of text}, then of
 every token a length byte and its bytes), and for bpe the tokenizer.json of Hugging Face tokenizers.
 
-A document is a file, a chapter of the Bible, or a part between two <|endoftext|>; it begins with the
-end-of-text token. Pieces spread evenly over the text are held out for validation, so that both parts are of
+A document is a file, a line of a .jsonl file, a chapter of the Bible, or a part between two <|endoftext|>; it
+begins with the end-of-text token. Pieces spread evenly over the text are held out for validation, so that both parts are of
 the same kind. Where a piece was cut out of a document, the next piece begins like a new document. A BPE
 vocabulary is trained on the training part alone.
 """
 import argparse
 import itertools
+import json
 import os
 import subprocess
 import sys
@@ -37,6 +39,7 @@ from corpus import (
     tokenizer_label,
     write_tokenizer,
 )
+from parallel import whole_characters
 
 VERSION = 1  # of the output: after a change, older output is made again
 BLOCK = 1 << 20  # characters read or tokenized at a time
@@ -69,15 +72,30 @@ def bible_text():
 def file_blocks(paths):
     """The files one after another, each a document, with line ends of any system turned into newlines."""
     for path in paths:
-        yield END_OF_TEXT
         try:
             with open(path, encoding="utf-8-sig") as file:  # drops a byte order mark
+                if path.endswith(".jsonl"):
+                    yield from json_documents(path, file)
+                    continue
+                yield END_OF_TEXT
                 while block := file.read(BLOCK):
                     yield block
         except UnicodeDecodeError as error:
             raise UserError(f"{path} is not UTF-8 ({error.reason}): convert it with iconv") from error
         except OSError as error:
             raise UserError(f"cannot read {path} ({error.strerror}): give text files") from error
+
+
+def json_documents(path, lines):
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            text = whole_characters(json.loads(line)["text"])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f'{path} line {number} is no JSON object with a text in its field "text": correct it, or '
+                            "give plain text under another name") from error
+        yield END_OF_TEXT + text.replace("\r\n", "\n")
 
 
 def cut_position(text, begin, size):
@@ -197,7 +215,7 @@ def held_out_fraction(text):
 
 def parse_options(arguments):
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", nargs="+", metavar="FILE", help="text files in UTF-8 (default: the Bible)")
+    parser.add_argument("--text", nargs="+", metavar="FILE", help="text or .jsonl files in UTF-8 (default: the Bible)")
     parser.add_argument("--tokenizer", type=tokenizer_choice, default="bytes",
                         help="bytes, bpe:N, gpt2, or the folder of a corpus with that vocabulary (bytes)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder to write to (data/NAME-TOKENIZER)")

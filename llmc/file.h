@@ -28,6 +28,13 @@ static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "files are little-endia
 
 using FileHeader = std::array<int32_t, 256>;
 
+// RunError if errno is of a disk or a system that fails, not of the file that was asked for.
+inline void check_disk(const std::string& what) {
+    for (int failure : {EIO, ESTALE, ETIMEDOUT, EMFILE, ENFILE, ENOMEM, ENOSPC, EDQUOT}) {
+        if (errno == failure) { throw RunError(what + ": " + strerror(errno), retry_status); }
+    }
+}
+
 // -1: there is none.
 class FileDescriptor {
 public:
@@ -53,6 +60,7 @@ public:
     InputFile(std::string path, std::string hint) : path(std::move(path)), hint(std::move(hint)) {
         // O_NONBLOCK: a pipe is opened at once, and refused below, instead of waiting for a writer.
         descriptor = FileDescriptor(open(this->path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
+        if (descriptor < 0) { check_disk("cannot open " + this->path); }
         if (descriptor < 0) { fail(format("cannot be opened (%s)", strerror(errno))); }
         struct stat status;
         if (fstat(descriptor, &status) != 0 || !S_ISREG(status.st_mode)) { fail("is not a file"); }
@@ -161,10 +169,11 @@ private:
     Owned<XXH3_state_t, XXH3_freeState> state;
 };
 
-// Returns once the names that were added to the folder, and removed from it, are on the disk.
+// Returns once the names that were added to the folder, and removed from it, are on the disk. RunError if
+// the disk fails; file systems that cannot do this are left in peace.
 inline void sync_folder(const std::string& folder) {
     const FileDescriptor descriptor(open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-    if (descriptor >= 0) { fsync(descriptor); }
+    if (descriptor < 0 || fsync(descriptor) != 0) { check_disk("cannot sync the folder " + folder); }
 }
 
 // Creates or replaces `path` with what `write` writes. Until all of that is on the disk, `path` is unchanged.

@@ -32,8 +32,9 @@ inline MatmulPrecision matmul_precision(const std::string& word) {
 
 // fuse_gelu: 0: GELU has its own kernels; 1: forward products apply it; 2: backward products, too;
 //            -1: 1 on Hopper and server Blackwell, else 0
-// sms_taken: SMs held by collectives that wait for other workers while matmuls run. Collectives inside a
-//            worker are too short for this to pay off (dev/results/h200.md).
+// sms_taken: SMs that collectives hold while they wait for other workers: matmuls leave them free as long as
+//            Matmul::leaves_sms says so. Collectives inside a worker are too short for this to pay off
+//            (dev/results/h200.md).
 struct MatmulOptions {
     MatmulOptions(MatmulPrecision precision, int fuse_gelu = -1, int sms_taken = 0)
         : precision(precision), fuse_gelu(fuse_gelu), sms_taken(sms_taken) {}

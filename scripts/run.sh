@@ -2,7 +2,8 @@
 # Trains on the GPUs of one machine, as WORKERS workers of RANKS GPUs each. RUN says what is trained;
 # run_gpt2_124M.sh and the others set RUN and call this script. Run it from the folder of the program:
 #     scripts/run_gpt2_124M.sh                          two workers of four GPUs: Streaming DiLoCo, tried out
-#     WORKERS=1 RANKS=8 scripts/run_gpt2_124M.sh        one worker of eight: plain data parallel
+#     OUT=log/plain WORKERS=1 RANKS=8 scripts/run_gpt2_124M.sh   one worker of eight: plain data parallel (with the
+#                                                       same OUT it would resume the run above in that shape)
 #     scripts/run_gpt2_124M.sh -x 1000 --overlap 5      options after the name win over those of the .toml
 #     RUN=gpt2_350M scripts/run.sh                      the same as scripts/run_gpt2_350M.sh
 # training.sh lists the other variables. On several machines: multi_node/README.md.

@@ -17,4 +17,5 @@
 #     memory            -b 64 29 GB, -b 32 15 GB (the .toml's), -b 8 5 GB
 #     host memory       4 GB while eight processes start; then, for checkpoints, 2.7 GB a worker, and
 #                       0.5 GB where the model is written
+[ -f scripts/run.sh ] || { echo "error: no scripts/run.sh: start this from the folder of the program" >&2; exit 2; }
 RUN=gpt2_124M exec scripts/run.sh "$@"

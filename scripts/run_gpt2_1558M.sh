@@ -15,4 +15,5 @@
 #     memory            -b 16 61 GB (the .toml's), -b 8 40 GB, -b 8 -r 2 33 GB, -b 4 -r 2 26 GB
 #     host memory       49.8 GB while eight processes start; then, for checkpoints, 34.3 GB a worker, and
 #                       6.2 GB where the model is written
+[ -f scripts/run.sh ] || { echo "error: no scripts/run.sh: start this from the folder of the program" >&2; exit 2; }
 RUN=gpt2_1558M exec scripts/run.sh "$@"

@@ -16,4 +16,5 @@
 #                       -b 16 -r 2 15 GB, -b 4 -r 2 7 GB
 #     host memory       11.4 GB while eight processes start; then, for checkpoints, 7.8 GB a worker, and
 #                       1.4 GB where the model is written
+[ -f scripts/run.sh ] || { echo "error: no scripts/run.sh: start this from the folder of the program" >&2; exit 2; }
 RUN=gpt2_350M exec scripts/run.sh "$@"

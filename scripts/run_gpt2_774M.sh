@@ -16,4 +16,5 @@
 #                       -b 16 -r 2 27 GB, -b 4 -r 2 14 GB
 #     host memory       24.8 GB while eight processes start; then, for checkpoints, 17 GB a worker, and
 #                       3.1 GB where the model is written
+[ -f scripts/run.sh ] || { echo "error: no scripts/run.sh: start this from the folder of the program" >&2; exit 2; }
 RUN=gpt2_774M exec scripts/run.sh "$@"

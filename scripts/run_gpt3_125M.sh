@@ -15,4 +15,5 @@
 #     memory            -b 32 28 GB, -b 16 15 GB (the .toml's), -b 8 8 GB
 #     host memory       4 GB while eight processes start; then, for checkpoints, 2.8 GB a worker, and
 #                       0.5 GB where the model is written
+[ -f scripts/run.sh ] || { echo "error: no scripts/run.sh: start this from the folder of the program" >&2; exit 2; }
 RUN=gpt3_125M exec scripts/run.sh "$@"

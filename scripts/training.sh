@@ -2,7 +2,7 @@
 # Shared by all run scripts, which source this file from the folder of the program: it turns the environment
 # and the .toml of the run into options of the program. A mistake ends the script with one line.
 #     RUN          gpt2_124M (the default), gpt2_350M, gpt2_774M, gpt2_1558M or gpt3_125M: a .toml beside this
-#     CONFIG       another file of options
+#     CONFIG       another file of options, named after its RUN; its total-batch is that of all workers
 #     TRAIN_DATA, VAL_DATA   token shards (default: the file's)
 #     TOKENS       in a step of all workers, a multiple of all GPUs x BATCH x the length of a sequence
 #                  (default: the file's)
@@ -10,7 +10,7 @@
 #     OUT          folder for logs and checkpoints
 
 PROGRAM=${PROGRAM:-./train_gpt} # ./train_gpt_cpu where there is no GPU; set OMP_NUM_THREADS then
-RUN=${RUN:-gpt2_124M}
+RUN=${RUN:-$(basename "${CONFIG:-gpt2_124M}" .toml)}
 CONFIG=${CONFIG:-scripts/$RUN.toml}
 
 fail() {
@@ -29,9 +29,12 @@ setting() {
 }
 
 numbers() {
-    local name
+    local name least
     for name in "$@"; do
-        [[ ${!name} =~ ^[1-9][0-9]*$ ]] || fail "$name is '${!name}': set it to a whole number of at least 1"
+        least=1
+        [ "$name" != RESTARTS ] || least=0
+        [[ ${!name} =~ ^(0|[1-9][0-9]*)$ && ${!name} -ge $least ]] ||
+            fail "$name is '${!name}': set it to a whole number of at least $least"
     done
 }
 

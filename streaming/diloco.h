@@ -64,7 +64,7 @@ public:
 
     Outcome begin(long step, uint64_t, float*, floatX*, Stream& main) override {
         rehearse(main);
-        return {step};
+        return outcome(step, {});
     }
 
     Outcome after_inner_step(long step, uint64_t tokens, float* local, floatX* params,
@@ -75,7 +75,7 @@ public:
         }
         std::vector<SyncReport> reports = receive_due(step, local, params, main);
         shard.fetch_for(step + 1);
-        return {step, std::move(reports)};
+        return outcome(step, std::move(reports));
     }
 
     Outcome finish(long step, float* local, floatX* params, Stream& main) override {
@@ -122,6 +122,13 @@ public:
     const float* global(Stream& main) override { return shard.state->global(main); }
 
 private:
+    Outcome outcome(long step, std::vector<SyncReport> reports) const {
+        const DilocoOptions& o = shard.options;
+        Outcome outcome{step, std::move(reports)};
+        outcome.exchanges = is_exchanging(shard.fragments, step + 1, o.inner_steps, o.overlap);
+        return outcome;
+    }
+
     long due_step(const Sync& sync) const { return sync.send_step + shard.options.overlap; }
 
     // Starts the exchange of fragment p's outer gradient.   master: local in fp32 (shard_size)

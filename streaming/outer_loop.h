@@ -39,6 +39,7 @@ struct Outcome {
     std::vector<OuterEvent> events = {};
     bool joined = false;  // another worker's global parameters replaced local, of this rank or another
     Course course = continues;
+    bool exchanges = false;  // collectives may run on the device until after the next step's update
 };
 
 // What exchanges cost besides their payloads, in seconds since the start. NaN: not measured.

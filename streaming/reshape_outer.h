@@ -59,7 +59,7 @@ inline DilocoOptions saved_options(const SavedState& state) {
     o.outer_momentum = saved.typed_real("outer-momentum");
     o.outer_format = saved.word("outer-dtype");
     o.outer_exchange = saved.word("outer-exchange");
-    o.outer_error_feedback = saved.word("outer-error-feedback") == "true";
+    o.outer_error_feedback = saved.word("outer-error-feedback") != "false";
     return o;
 }
 

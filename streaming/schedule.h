@@ -105,6 +105,16 @@ inline bool is_used(const Fragment& fragment, long step, long H, long overlap) {
     return is_sent(fragment, step, H) || is_due(fragment, step, H, overlap);
 }
 
+// Whether an exchange may be under way during `step`: a fragment was sent before it, and is due at its end or
+// later. Computed from the schedule alone, so that it is the same in a resumed run.
+inline bool is_exchanging(const std::vector<Fragment>& fragments, long step, long H, long overlap) {
+    bool is = false;
+    for (const Fragment& fragment : fragments) {
+        for (long sent = step - overlap; sent < step; sent++) { is |= is_sent(fragment, sent, H); }
+    }
+    return is;
+}
+
 // The number of fragment p's exchange that is sent at `step`. Exchanges are numbered from 0 in the order of
 // (send step, fragment), so the numbers are the same on all workers, whatever their overlaps.
 inline long sync_number(const std::vector<Fragment>& fragments, int p, long step, long H) {

@@ -6,7 +6,7 @@ namespace emulator {
 // How often the heuristic was asked so far: it takes tens of microseconds, so a shape's plan is kept.
 long heuristics_asked();
 
-// SMs that collectives may hold for long: the CTAs of the communicators that are open and say how many.
+// SMs that collectives hold now, perhaps for long: the CTAs of communicators that say how many they use.
 int sms_of_communicators();
 
 }  // namespace emulator

@@ -62,7 +62,9 @@ void forget(ncclComm_t handle) {
 int sms_of_communicators() {
     Locked lock(communicators().monitor);
     int sms = 0;
-    for (const auto& [handle, comm] : communicators().open) { sms += comm->size > 1 ? comm->ctas : 0; }
+    for (const auto& [handle, comm] : communicators().open) {
+        if (comm->size > 1 && comm->unfinished > 0) { sms += comm->ctas; }
+    }
     return sms;
 }
 

@@ -445,8 +445,8 @@ TEST(CublasLt, RefusesUnknownAttributesWrongSizesAndNoHandle) {
     call.handle = made;
 }
 
-// A communicator's collectives may hold an SM while they wait: products have to be cut for the others.
-TEST(CublasLt, RefusesToCutAProductForSmsThatCollectivesMayHold) {
+// A collective holds an SM while it waits for others: products have to be cut for the other SMs.
+TEST(CublasLt, RefusesToCutAProductForSmsThatACollectiveHolds) {
     const auto choose_and_multiply = [](int32_t sms) {
         Valid call;
         EXPECT_EQ(cublasLtMatmulDescSetAttribute(call.operation, CUBLASLT_MATMUL_DESC_SM_COUNT_TARGET, &sms,
@@ -462,18 +462,25 @@ TEST(CublasLt, RefusesToCutAProductForSmsThatCollectivesMayHold) {
     config.minCTAs = config.maxCTAs = 1;
     ncclComm_t alone = nullptr, comm = nullptr, other = nullptr;
     ASSERT_EQ(ncclCommInitRankConfig(&alone, 1, id, 0, &config), ncclSuccess);
-    EXPECT_EQ(choose_and_multiply(0), CUBLAS_STATUS_SUCCESS) << "its collectives wait for nobody";
+    DeviceArray<float> values(4);
+    cudaStream_t stream;
+    ASSERT_EQ(cudaStreamCreate(&stream), cudaSuccess);
+    ASSERT_EQ(ncclAllReduce(values, values, 4, ncclFloat, ncclSum, alone, stream), ncclSuccess);
+    EXPECT_EQ(choose_and_multiply(0), CUBLAS_STATUS_SUCCESS) << "it waits for nobody";
     ASSERT_EQ(ncclGetUniqueId(&id), ncclSuccess);
     std::thread second([&] { EXPECT_EQ(ncclCommInitRankConfig(&other, 2, id, 1, &config), ncclSuccess); });
     EXPECT_EQ(ncclCommInitRankConfig(&comm, 2, id, 0, &config), ncclSuccess);
     second.join();
-    ncclCommAbort(other);
+    EXPECT_EQ(choose_and_multiply(0), CUBLAS_STATUS_SUCCESS) << "nothing is under way";
+    ASSERT_EQ(ncclAllReduce(values, values, 4, ncclFloat, ncclSum, comm, stream), ncclSuccess);
     EXPECT_EQ(choose_and_multiply(0), invalid);
     EXPECT_EQ(choose_and_multiply(4), invalid) << "all SMs";
     EXPECT_EQ(choose_and_multiply(3), CUBLAS_STATUS_SUCCESS);
     ncclCommAbort(comm);
+    ncclCommAbort(other);
     EXPECT_EQ(choose_and_multiply(0), CUBLAS_STATUS_SUCCESS);
     ncclCommAbort(alone);
+    EXPECT_EQ(cudaStreamDestroy(stream), cudaSuccess);
 }
 
 // ---- how it rounds, and what it passes on

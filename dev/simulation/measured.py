@@ -3,7 +3,7 @@ import dataclasses
 import re
 from dataclasses import dataclass
 
-from metrics import UserError, read_lines, read_other_logs
+from metrics import UserError, read_logs
 from model_file import ModelFile
 from simulation.payloads import Shape, choose_exchange, exchange_bytes, gpt_shape, make_fragments
 from simulation.store import (StoreCalls, check_store_exchange, store_bytes, store_link_bytes,
@@ -109,9 +109,8 @@ def utilization(run, link, jitter=False):
 def read_measured(folder):
     """Reads a finished run; of a resumed one, the part since it was resumed. UserError if there is none, or if its
     log does not say enough."""
-    first = since_resumed(read_lines(folder / "metrics.jsonl"))
-    run, options = first["run"], first["run"]["options"]
-    logs = [first, *map(since_resumed, read_other_logs(folder, run))]
+    logs = [since_resumed(lines) for lines in read_logs(folder)]
+    first, run, options = logs[0], logs[0]["run"], logs[0]["run"]["options"]
     try:
         layers, channels = shape_options(folder, options)
         return Measured(

@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
-"""Compares finished runs by the logs in their folders (metrics.jsonl and metrics_00001.jsonl, ...).
+"""Compares runs by the logs in their folders (metrics.jsonl and metrics_00001.jsonl, ...), finished or not.
 
     dev/tools/compare.py RUN...      compares the others with the first
 
 Bytes are those that one process sent, in the run or in a sync, and the largest over processes. "In bf16"
-halves the first run's bytes, since data-parallel training sends fp32 on a CPU. A worker's wait is the time
+halves the first run's bytes, if that was data-parallel on a CPU, where it sends fp32. A worker's wait is the time
 for which training stood still before merges, on the rank that waited longest. It includes waiting for a
 slower worker.
 """
 import sys
 from pathlib import Path
 
-from metrics import Parser, UserError, exit_status, labels, read_lines, read_run  # for other tools, too
+from metrics import Parser, UserError, exit_status, read_run, read_runs  # for other tools, too
 
 # --------------------------------------------------------------------------------------------------- measures
 
@@ -59,6 +59,15 @@ def peak(run):
     if syncs:
         return max(syncs), "a sync"
     return max(max(bytes_by_step(p).values()) for p in run.processes), "a step"
+
+
+def sends_fp32(run):
+    """Whether a data-parallel run's ranks send a value's gradient and parameter in 8 bytes, not 6 as on GPUs."""
+    steps = run.processes[0].steps
+    if run.workers > 1 or run.ranks == 1 or len(steps) < 2:
+        return False
+    sent = steps[-1]["inner_bytes_sent"] - steps[-2]["inner_bytes_sent"]
+    return sent * run.ranks / (run.ranks - 1) / run.parameters > 7
 
 
 def waited(run, worker):
@@ -131,8 +140,8 @@ def table(runs):
         ["sent by a process", *(size_text(bytes_sent(run)) for run in runs)],
         [f"  fewer than {first.name}, as sent", "-",
          *(ratio_text(bytes_sent(first), bytes_sent(run)) for run in runs[1:])],
-        ["  fewer than that in bf16", "-",
-         *(ratio_text(bytes_sent(first) / 2, bytes_sent(run)) for run in runs[1:])],
+        *([["  fewer than that in bf16", "-",
+            *(ratio_text(bytes_sent(first) / 2, bytes_sent(run)) for run in runs[1:])]] if sends_fp32(first) else []),
         ["most sent at once", *("{} in {}".format(size_text(peak(run)[0]), peak(run)[1]) for run in runs)],
     ]
     for worker in range(max(run.workers for run in runs)):
@@ -152,12 +161,9 @@ def print_table(rows):
 
 
 def main(words):
-    parser = Parser(description="Compares finished runs by loss, bytes sent and time waited.")
+    parser = Parser(description="Compares runs, finished or not, by loss, bytes sent and time waited.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run (its -o)")
-    folders = parser.parse_args(words).runs
-    runs = [read_run(folder) for folder in folders]
-    for run, name in zip(runs, labels(folders)):
-        run.name = name
+    runs = read_runs(parser.parse_args(words).runs)
     print_table(table(runs))
     if len({tokens(run) for run in runs}) > 1:
         print("The runs trained on different numbers of tokens: losses and bytes are not comparable.")

@@ -79,7 +79,7 @@ def check_version(fields, path):
                         f"{' and '.join(map(str, VERSIONS))}: use the dev/ folder of its trainer")
 
 
-# ---------------------------------------------------------------------------------------------- finished runs
+# -------------------------------------------------------------------------------------------------- whole runs
 
 @dataclass
 class ProcessLog:
@@ -100,6 +100,7 @@ class Run:
     ranks: int
     parameters: int
     processes: list  # a ProcessLog each: worker 0's ranks, worker 1's ranks, ...
+    is_finished: bool = True
 
     @property
     def worker_numbers(self):
@@ -110,12 +111,13 @@ class Run:
         return [p for p in self.processes if p.worker == worker]
 
 
-def read_lines(path):
-    """{type: lines} of a run that has ended."""
+def read_lines(path, unfinished=False):
+    """{type: lines} of a process's log. `end` is empty if the run has not ended, which only `unfinished` allows."""
     try:
         text = path.read_bytes()
     except OSError as error:
         raise UserError(f"cannot read {path} ({error.strerror}): give the folder of a run") from error
+    text = text[:text.rfind(b"\n") + 1]  # the last line may be incomplete
     lines = {"run": [], "step": [], "eval": [], "hellaswag": [], "sync": [], "resume": [], "end": []}
     for number, line in enumerate(text.splitlines(), 1):
         try:
@@ -126,43 +128,72 @@ def read_lines(path):
     if len(lines["run"]) != 1:
         raise UserError(f"{path} is not the log of one run: give the folder of a run")
     check_version(lines["run"][0], path)
-    if len(lines["end"]) != 1 or not lines["step"]:
-        raise UserError(f"the run in {path.parent} did not finish: wait for it, or start it again")
+    if not lines["step"]:
+        raise UserError(f"{path} has no step yet: wait for one, or start the run again")
+    if not unfinished and not lines["end"]:
+        raise UserError(f"the run in {path} did not finish: wait for it, or start it again")
     return lines
 
 
-def read_if_finished(path):
+def read_if_good(path):
     try:
-        return read_lines(path)
+        return read_lines(path, unfinished=True)
     except UserError as error:
         print(f"warning: left out: {error}", file=sys.stderr)
         return None
 
 
-def read_other_logs(folder, run):
-    """read_lines() of each process but the first. Elastic workers that never came, or were not there at the end, are
-    left out with a warning.   run: a line that says how many there were"""
-    paths = [folder / log_name(process) for process in range(1, run["workers"] * run["ranks"])]
-    if run.get("options", {}).get("outer-transport") == "store":
-        return [lines for path in paths if (lines := read_if_finished(path))]
-    if missing := [path for path in paths if not path.exists()]:
-        raise UserError(f"{missing[0]} is missing: copy the logs of all processes (metrics_*.jsonl) from "
-                        "their sites into one folder")
-    return [read_lines(path) for path in paths]
+def read_logs(folder, unfinished=False):
+    """read_lines() of each process that the run had at its end. Elastic workers that never came, or that did not
+    finish where others did, are left out with a warning."""
+    first_path = min(folder.glob("metrics*.jsonl"), default=folder / log_name(0))
+    first = read_lines(first_path, unfinished=True)
+    run = (first["run"] + first["resume"])[-1]
+    paths = [folder / log_name(process) for process in range(run["workers"] * run["ranks"])]
+    if run.get("options", {}).get("outer-transport") != "store":
+        if missing := [path for path in paths if not path.exists()]:
+            raise UserError(f"{missing[0]} is missing: copy the logs of all processes (metrics_*.jsonl) from "
+                            "their sites into one folder")
+        return [read_lines(path, unfinished) for path in paths]
+    logs = {path: lines for path in paths if (lines := read_if_good(path))}
+    finished = {path: lines for path, lines in logs.items() if lines["end"]}
+    if unfinished and not finished:
+        return list(logs.values())
+    for path in logs.keys() - finished.keys():
+        print(f"warning: left out: {path}, which did not finish", file=sys.stderr)
+    if not finished:
+        raise UserError(f"the run in {folder} did not finish: wait for it, or start it again")
+    return list(finished.values())
 
 
-def read_run(folder):
-    """The run in a folder, with all processes that it had when it ended."""
-    first = read_lines(folder / log_name(0))
-    last = (first["run"] + first["resume"])[-1]
-    logs = [first, *read_other_logs(folder, last)]
+def end_so_far(lines):
+    """What an `end` line would say, of a run that goes on or was stopped."""
+    return {"train_seconds": sum(line["seconds"] for line in lines["step"]),
+            "inner_bytes_sent": lines["step"][-1]["inner_bytes_sent"],
+            "outer_bytes_sent": sum(line["bytes_sent"] for line in lines["sync"]),
+            "waited_seconds": sum(line["waited_seconds"] for line in lines["sync"])}
+
+
+def read_run(folder, unfinished=False):
+    """The run in a folder, with all processes that it had when it ended.   unfinished: it need not have ended"""
+    logs = read_logs(folder, unfinished)
+    last = (logs[0]["run"] + logs[0]["resume"])[-1]
     processes = []
     for lines in logs:
         place = (lines["run"] + lines["resume"])[-1]
-        processes.append(ProcessLog(place["worker"], place["rank"], lines["step"], lines["eval"],
-                                    lines["sync"], lines["end"][0], lines["hellaswag"]))
-    parameters = first["run"][0]["parameters"]
-    return Run(folder.resolve().name, last["workers"], last["ranks"], parameters, processes)
+        processes.append(ProcessLog(place["worker"], place["rank"], lines["step"], lines["eval"], lines["sync"],
+                                    (lines["end"] or [end_so_far(lines)])[0], lines["hellaswag"]))
+    is_finished = all(lines["end"] for lines in logs)
+    return Run(folder.resolve().name, last["workers"], last["ranks"], logs[0]["run"][0]["parameters"], processes,
+               is_finished)
+
+
+def read_runs(folders):
+    """The runs in these folders, finished or not, under names that tell them apart."""
+    runs = [read_run(folder, unfinished=True) for folder in folders]
+    for run, name in zip(runs, labels(folders)):
+        run.name = name if run.is_finished else f"{name} (unfinished)"
+    return runs
 
 
 # ----------------------------------------------------------------------------------------------- growing logs

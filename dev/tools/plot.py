@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draws finished runs beside each other. Panels that no run has data for are left out.
+"""Draws runs beside each other, finished or not. Panels that no run has data for are left out.
 
     dev/tools/plot.py RUN... -o FILE.png                      against steps
     dev/tools/plot.py RUN... -o FILE.png --x tokens           or tokens of all workers, or time
@@ -11,7 +11,8 @@ The panels:
     traffic    bytes that process 0 sent in each step, on a logarithmic scale; of long runs a part from the
                middle. A sync counts in the step that sends it, and a step without a mark sent nothing
     cosines    for each run of several workers and each fragment: between the workers' outer gradients, as the
-               mean over pairs. 1 is the same direction; independent gradients have 0
+               mean over pairs (of more than eight workers: with the mean of all). 1 is the same direction;
+               independent gradients have 0
     waits      for each worker, the seconds so far that its longest-waiting rank stood still before merges
 
 Time is the log's, without the time between a stop and a resume.
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from compare import bytes_by_step, bytes_sent, hellaswag_accuracy, peak, size_text, validation_loss
-from metrics import Parser, Run, UserError, exit_status, labels, read_run, require
+from metrics import Parser, Run, UserError, exit_status, read_runs, require
 
 require("matplotlib")
 import matplotlib
@@ -81,14 +82,17 @@ def draw_x(axes, x, note=""):
 
 
 def training_losses(run, window):
-    """(steps, losses): the mean over workers, and over the last `window` steps."""
+    """(steps, losses): the mean over the workers that made a step, and over the last `window` steps."""
     logs = [{line["step"]: line["loss"] for line in run.of_worker(worker)[0].steps}
             for worker in run.worker_numbers]
-    losses = {step: [log.get(step) for log in logs] for step in logs[0]}
-    finite = [(step, sum(values) / len(values)) for step, values in losses.items() if None not in values]
-    losses = [loss for _, loss in finite]
-    means = [sum(losses[i - window:i]) / window for i in range(window, len(losses) + 1)]
-    return [step for step, _ in finite][window - 1:], means
+    means = {}
+    for step in logs[0]:
+        finite = [log[step] for log in logs if log.get(step) is not None]
+        if finite:
+            means[step] = sum(finite) / len(finite)
+    losses = list(means.values())
+    smooth = [sum(losses[i - window:i]) / window for i in range(window, len(losses) + 1)]
+    return list(means)[window - 1:], smooth
 
 
 def draw_losses(axes, drawn):
@@ -159,10 +163,12 @@ def draw_traffic(axes, drawn):
 
 
 def cosines_by_fragment(run):
-    """{fragment: (send steps, cosines)} of process 0's shard: the mean over pairs of workers."""
+    """{fragment: (send steps, cosines)} of process 0's shard: the mean over pairs, or over workers where the log
+    has each one's with the mean."""
     result = {}
     for line in run.processes[0].syncs:
-        pairs = [cosine for cosine in line.get("cosines") or [] if cosine is not None]
+        logged = line.get("cosines") or line.get("mean_cosines") or []
+        pairs = [cosine for cosine in logged if cosine is not None]
         if pairs:
             steps, means = result.setdefault(line["fragment"], ([], []))
             steps.append(line["send_step"])
@@ -233,9 +239,8 @@ def draw_row(figure, place, panels, x, note):
         first = first or axes
 
 
-def draw(runs, path, x="step", names=None):
-    names = names or [run.name for run in runs]
-    drawn = [Drawn(run, name, color, step_places(run, x)) for run, name, color in zip(runs, names, COLORS)]
+def draw(runs, path, x="step"):
+    drawn = [Drawn(run, run.name, color, step_places(run, x)) for run, color in zip(runs, COLORS)]
     rows = rows_of(drawn)
     heights = [height for height, _, _ in rows]
     figure = plt.figure(figsize=(9, 3.7 * sum(heights)), layout="constrained")
@@ -254,7 +259,7 @@ def draw(runs, path, x="step", names=None):
 
 
 def main(words):
-    parser = Parser(description="Draws losses, traffic, cosines and waits of finished runs.")
+    parser = Parser(description="Draws losses, traffic, cosines and waits of runs, finished or not.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run (its -o)")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE.png")
     parser.add_argument("--x", choices=["step", "tokens", "time"], default="step", help="the axis (step)")
@@ -263,8 +268,7 @@ def main(words):
         raise UserError(f"{len(arguments.runs)} runs are too many: give at most {len(COLORS)}")
     if not arguments.output.suffix:  # matplotlib would add one
         raise UserError(f"{arguments.output} names no format: give a name such as losses.png")
-    runs = [read_run(folder) for folder in arguments.runs]
-    draw(runs, arguments.output, arguments.x, labels(arguments.runs))
+    draw(read_runs(arguments.runs), arguments.output, arguments.x)
     print(f"drew {arguments.output}")
 
 

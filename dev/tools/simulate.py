@@ -304,7 +304,7 @@ def parse_arguments(words):
     model.add_argument("--embedding", type=count(0), default=0, help="parameters outside of the layers (0)")
     model.add_argument("--layers", type=count(1))
     model.add_argument("--step-time", type=positive_seconds, metavar="TIME", help="of computation")
-    model.add_argument("--workers", type=count(1), help="(2; of a measured run: as it had)")
+    model.add_argument("--workers", type=count(1), help="(2; with --run or --plan: the run's own)")
     model.add_argument("--inner-steps", "-H", type=count(1), default=100,
                        help="H (100, the trainer's in runs of 100000 or more steps)")
     model.add_argument("--fragment-layers", type=count(0), default=3, help="(3)")
@@ -313,9 +313,9 @@ def parse_arguments(words):
     model.add_argument("--outer-dtype", choices=BITS, default="fp4_e2m1", help="(fp4_e2m1)")
     model.add_argument("--plain-dtype", choices=("bf16", "fp32"), default="bf16", help="not quantized (bf16)")
     model.add_argument("--outer-exchange", choices=EXCHANGES,
-                       help="all_to_all: without a store (auto; of a measured run: as it had)")
+                       help="all_to_all: without a store (auto; with --run or --plan: the run's own)")
     model.add_argument("--outer-transport", choices=("tcp", "store"),
-                       help="(tcp; of a measured run: as it had)")
+                       help="(tcp; with --run or --plan: the run's own)")
     model.add_argument("--timing", choices=("trainer", "paper"), default="trainer",
                        help="whose model of time (trainer)")
     arguments = parser.parse_args(words)

@@ -3,7 +3,8 @@
 // A checkpoint is whole when every process has its state of that step on its disk. The processes agree on
 // that through the store, led by process 0:
 //     checkpoint/STEP/I             process I: "whole", or "failed: " and the reason
-//     checkpoint/STEP/verdict       process 0's summary: the same, or "silent: " and who has not answered
+//     checkpoint/STEP/verdict       process 0's summary: the same, or "silent: " and who has not answered:
+//                                   then all files stay, since a resume may find them whole
 //     checkpoint/STEP/done/I        rank 0 of each worker, once its folder has DONE_STEP: as above
 //     checkpoint/STEP/done/verdict  process 0's summary: "whole" and the steps to keep, or as above
 // Only after the last of these is anything old deleted, and only files of the same lineage. A checkpoint that
@@ -120,9 +121,12 @@ public:
     }
 
 private:
+    // RunError if the folder cannot be read: what seems to be missing may be there.
     std::vector<std::string> names() const {
-        std::error_code unreadable;
-        return names_in(folder, unreadable);
+        std::error_code error;
+        const std::vector<std::string> names = names_in(folder, error);
+        if (!error || error == std::errc::no_such_file_or_directory) { return names; }
+        throw RunError("cannot read the folder " + folder + ": " + error.message());
     }
 
     template <class StepOf>
@@ -209,8 +213,7 @@ public:
         }
         const std::string reason = why.empty() ? "" : " (" + why + ")";
         throw RunError("the last checkpoint is not whole" + reason +
-                           ": correct that and resume (-y 1) from the newest checkpoint that is whole",
-                       is_silent ? retry_status : 1);
+                       ": correct that and resume (-y 1) from the newest checkpoint that is whole");
     }
 
     // Messages for the user, in order, each returned once.
@@ -303,7 +306,6 @@ private:
         Verdict own = attempt([&] { write_files(job, written); });
         tidy(who.step, [&] { thin_out(who.lineage); });
         Verdict verdict = agree(key, own, 1, who);
-        is_silent = verdict.is_silent;
         forget_keys(who.step);
         if (verdict.is_whole) {
             if (process.rank == 0) {
@@ -311,8 +313,6 @@ private:
                 written.done = own.is_whole;
             }
             verdict = agree(key + "/done", own, process.ranks, who);
-            // A process that is silent now has its state: a resume may take this step, so no file may go.
-            if (verdict.is_silent) { throw RunError(verdict.words); }
         }
         announce(who, own, verdict, written);
         if (verdict.is_whole) { job.when_whole(); }
@@ -376,12 +376,20 @@ private:
             // Process 0 may take a time limit to write, and another one to wait for the others.
             Patience patience(2 * process.timeout + 5);
             const std::optional<std::string> verdict = await(key + "/verdict", patience);
-            if (verdict) { return Verdict::parse(*verdict); }
+            if (verdict) { return heard(Verdict::parse(*verdict)); }
             throw RunError(process.member(0) + " has not answered");
         }
         Verdict verdict = collect(key, own, stride);
-        verdict.words = verdict.is_whole ? steps_that_stay(who) : verdict.words + what_remains(who);
+        try {
+            verdict.words = verdict.is_whole ? steps_that_stay(who) : verdict.words + what_remains(who);
+        } catch (const RunError&) {}  // the disk fails: all steps stay
         tell(who.step, key + "/verdict", verdict.text());
+        return heard(verdict);
+    }
+
+    // A process that was silent may have its state after all, and a resume may take it: no file may go.
+    static Verdict heard(const Verdict& verdict) {
+        if (verdict.is_silent) { throw RunError(verdict.words); }
         return verdict;
     }
 
@@ -580,7 +588,6 @@ private:
     long newest = -1;
     bool failed = false;
     bool is_unknown = false;  // nobody could say whether the last checkpoint is whole
-    bool is_silent = false;   // it is not, since some processes did not answer
     std::string why;          // the same words on all processes; empty: this process does not know
     std::atomic<bool> is_abandoned{false}, is_waited_for{false};
     std::vector<std::string> messages;

@@ -348,9 +348,9 @@ inline StateIdentity read_done(const std::string& folder, long step) {
     return who;
 }
 
-// The same; nothing if the file cannot be read.
+// The same; nothing if the file is damaged or missing. RunError if the disk fails.
 inline std::optional<StateIdentity> peek_done(const std::string& folder, long step) {
     try {
         return read_done(folder, step);
-    } catch (const std::runtime_error&) { return std::nullopt; }
+    } catch (const UserError&) { return std::nullopt; }
 }

@@ -65,6 +65,7 @@ inline void convert_to_bf16(uint16_t* out, const float* inp, long n) {
 class Matmul {
 public:
     const bool bf16;  // products round their inputs to it
+    bool leaves_sms = false;  // of a GPU
 
     explicit Matmul(const MatmulOptions& options)
         : bf16(rounds_to_bf16(options.precision)),

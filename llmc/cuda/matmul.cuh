@@ -99,6 +99,9 @@ public:
     static constexpr bool bf16 = !std::is_same<floatX, float>::value;
     // Whether products apply GELU, and its derivative. Otherwise kernels of their own do, as in fp32 builds.
     const bool fuses_gelu, fuses_gelu_backward;
+    // Set while an exchange may run beside the products: they leave it options.sms_taken SMs. Otherwise a
+    // product would have a block that waits for the end of the exchange.
+    bool leaves_sms = true;
 
     explicit Matmul(const MatmulOptions& o)
         : fuses_gelu(bf16 && (o.fuse_gelu < 0 ? gains_from_fusing_gelu(attribute(compute_major))
@@ -134,9 +137,9 @@ public:
                   int N, int C, int OC, Stream& stream, bool add = false) {
         require(N > 0 && C > 0 && OC > 0 && C % 8 == 0 && OC % 8 == 0 && are_aligned({out, a, b, bias, aux}));
         const cublasLtEpilogue_t epilogue = epilogue_of(kind, bias, aux);
-        const Key key{int(kind), N, C, OC, int(epilogue)};
+        const Key key{int(kind), N, C, OC, int(epilogue), leaves_sms ? sms : 0};
         auto found = plans.find(key);
-        if (found == plans.end()) { found = plans.emplace(key, make_plan(kind, epilogue, N, C, OC)).first; }
+        if (found == plans.end()) { found = plans.emplace(key, make_plan(kind, epilogue, key)).first; }
         const Plan& plan = found->second;
         set_pointers(plan, bias, aux);
         const float alpha = 1.0f, beta = add ? 1.0f : 0.0f;
@@ -147,7 +150,7 @@ public:
     }
 
 private:
-    using Key = std::array<int, 5>;  // kind, N, C, OC, epilogue
+    using Key = std::array<int, 6>;  // kind, N, C, OC, epilogue, SMs (0: all)
 
     static constexpr cudaDeviceAttr compute_major = cudaDevAttrComputeCapabilityMajor,
                                     sm_count = cudaDevAttrMultiProcessorCount;
@@ -202,7 +205,8 @@ private:
     }
 
     // For any pointers that multiply() takes.
-    Plan make_plan(Kind kind, cublasLtEpilogue_t epilogue, int N, int C, int OC) const {
+    Plan make_plan(Kind kind, cublasLtEpilogue_t epilogue, const Key& key) const {
+        const auto [_, N, C, OC, __, for_sms] = key;
         const cudaDataType_t type = bf16 ? CUDA_R_16BF : CUDA_R_32F;
         Plan plan;
         const char* names[] = {"forward", "backward_inp", "backward_weight"};
@@ -217,7 +221,7 @@ private:
         set(plan, CUBLASLT_MATMUL_DESC_TRANSA, int32_t(forward ? CUBLAS_OP_T : CUBLAS_OP_N));
         set(plan, CUBLASLT_MATMUL_DESC_TRANSB, int32_t(of_weight ? CUBLAS_OP_T : CUBLAS_OP_N));
         set(plan, CUBLASLT_MATMUL_DESC_EPILOGUE, uint32_t(epilogue));
-        if (sms > 0) { set(plan, CUBLASLT_MATMUL_DESC_SM_COUNT_TARGET, int32_t(sms)); }  // a hint
+        if (for_sms > 0) { set(plan, CUBLASLT_MATMUL_DESC_SM_COUNT_TARGET, int32_t(for_sms)); }  // a hint
         if (epilogue != CUBLASLT_EPILOGUE_DEFAULT && epilogue != CUBLASLT_EPILOGUE_BIAS) {
             set(plan, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, int64_t(forward ? OC : C));
             set(plan, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE, int32_t(type));
@@ -263,7 +267,7 @@ private:
     }
 
     cublasComputeType_t compute;
-    const int sms;  // that products are planned for; 0: all
+    const int sms;  // those that an exchange leaves; 0: all
     Buffer<unsigned char> workspace;
     Owned<cublasLtContext, cublasLtDestroy> handle;
     std::map<Key, Plan> plans;

@@ -205,6 +205,16 @@ inline Inputs open_text_inputs(const Options& o) {
     return in;
 }
 
+// The ranks of a worker divide its rows among them, so all must have the same shards (workers need not).
+inline void check_shards(Process& process, const DataLoader& loader) {
+    const std::vector<std::string> hashes = process.gather("shards", loader.shards_hash());
+    for (int i = 0; i < process.size(); i++) {
+        if (hashes[size_t(i)] == hashes[size_t(i - i % process.ranks)]) { continue; }
+        throw UserError(process.member(i) + " has other training data (-i) than rank 0 of its worker: give all "
+                        "ranks of a worker the same files");
+    }
+}
+
 // Divides the data among workers whose batches differ in size (--outer-weights tokens, or elastic workers):
 // each process reads sequences that no other process reads, and an epoch is what all of them read together.
 inline void share_data(const Options& o, Process& process, Inputs& in) {

@@ -31,20 +31,30 @@ public:
         : everything(std::move(store)), store(everything, run_name + "/"), names(std::move(names)),
           index(index), timeout(timeout), loud(loud) {}
 
-    // Returns the run's id. UserError if processes are missing after the time limit, or two claim one place.
+    // Returns the run's id. UserError if two processes claim one place; TemporaryFailure if processes are
+    // missing, or the store is away, after the time limit, or if an earlier start of the run still trains.
     std::string meet() {
         claim_place();
-        return index == 0 ? gather() : answer();
+        while (true) {
+            std::vector<std::string> missing;
+            try {
+                missing = index == 0 ? gather() : answer();
+                if (missing.empty()) { return id; }
+            } catch (const RunError& error) {  // the store may come back
+                if (patience.is_over()) { throw TemporaryFailure(error.what()); }
+            }
+            wait_for(missing);
+        }
     }
 
     // Tells a process that has claimed this one's place since the last call that the place is taken. Returns
-    // whether there was one.
-    bool refuse_rival() {
+    // whether there was one.   trains: this process has met the others long ago
+    bool refuse_rival(bool trains = false) {
         std::optional<std::string> holder = store.try_get(join_key(index));
         if (!holder) { claim_place(); }  // a process that was refused has withdrawn its claim
         if (!holder || *holder == nonce || *holder == last_rival) { return false; }
         last_rival = *holder;
-        store.set("refused/" + *holder, claim(index));
+        store.set("refused/" + *holder, trains ? still_runs : claim(index));
         return true;
     }
 
@@ -62,59 +72,57 @@ private:
 
     static std::string join_key(int i) { return "join/" + std::to_string(i); }
 
+    static constexpr const char* still_runs =
+        "an earlier start of this run still trains: wait until it ends, or give this run another --run-name";
+
     std::string claim(int i) const {
         return "two processes claim " + names[size_t(i)] +
                ": start each worker once, or give this run another --run-name";
     }
 
-    // Process 0: publishes a new id for each new set of nonces, until all processes of one set have answered.
-    std::string gather() {
-        std::vector<std::string> nonces;
-        std::string id;
-        while (true) {
-            std::vector<std::string> joined = read_joined();
-            refuse_claims(joined);
-            std::vector<std::string> missing = names_where([&](int i) { return joined[size_t(i)].empty(); });
-            if (missing.empty()) {
-                if (joined != nonces) {
-                    nonces = joined;
-                    id = random_hex(8);
-                    publish(id, nonces);
-                }
-                missing = names_where(
-                    [&](int i) { return i != 0 && !everything->try_get(id + "/met/" + std::to_string(i)); });
-                if (missing.empty()) {
-                    everything->set(id + "/go", "");
-                    return id;
-                }
-            }
-            wait_for(missing);
-        }
+    [[noreturn]] static void fail(const std::string& why) {
+        if (why == still_runs) { throw TemporaryFailure(why); }
+        throw UserError(why);
     }
 
-    // The others: answer each roster that holds their nonce, until process 0 says go.
-    std::string answer() {
-        std::string id;
-        while (true) {
-            if (refuse_rival()) { throw UserError(claim(index)); }
-            if (store.try_get("refused/" + nonce)) {
-                // Lets process 0, if it is there, see the refusal, which the next run must not see.
-                for (Patience sight(2); !sight.is_over() && !is_refused_by_roster();) { sight.pause(); }
-                forget_claim(index, nonce);
-                throw UserError(claim(index));
-            }
-            const std::string roster = store.try_get("roster").value_or("");
-            if (roster.find("\n" + nonce + "\n") != std::string::npos) {
-                const std::string found = roster.substr(0, roster.find('\n'));
-                if (found[0] == '!') { throw UserError(found.substr(1)); }
-                if (found != id) {
-                    id = found;
-                    everything->set(id + "/met/" + std::to_string(index), "");
-                }
-                if (everything->try_get(id + "/go")) { return id; }
-            }
-            wait_for({names[0]});
+    // Process 0: publishes a new id for each new set of nonces, until all processes of one set have answered.
+    // Returns those that are missing.
+    std::vector<std::string> gather() {
+        const std::vector<std::string> joined = read_joined();
+        refuse_claims(joined);
+        std::vector<std::string> missing = names_where([&](int i) { return joined[size_t(i)].empty(); });
+        if (!missing.empty()) { return missing; }
+        if (joined != nonces) {
+            id = random_hex(8);
+            publish(id, joined);
+            nonces = joined;
         }
+        missing = names_where(
+            [&](int i) { return i != 0 && !everything->try_get(id + "/met/" + std::to_string(i)); });
+        if (missing.empty()) { everything->set(id + "/go", ""); }
+        return missing;
+    }
+
+    // The others: answer each roster that holds their nonce, until process 0 says go. Returns process 0 until
+    // then.
+    std::vector<std::string> answer() {
+        if (refuse_rival()) { fail(claim(index)); }
+        if (const auto why = store.try_get("refused/" + nonce)) {
+            // Lets process 0, if it is there, see the refusal, which the next run must not see.
+            for (Patience sight(2); !sight.is_over() && !is_refused_by_roster();) { sight.pause(); }
+            forget_claim(index, nonce);
+            fail(*why);
+        }
+        const std::string roster = store.try_get("roster").value_or("");
+        if (roster.find("\n" + nonce + "\n") == std::string::npos) { return {names[0]}; }
+        const std::string found = roster.substr(0, roster.find('\n'));
+        if (found[0] == '!') { fail(found.substr(1)); }
+        if (found != id) {
+            everything->set(found + "/met/" + std::to_string(index), "");
+            id = found;
+        }
+        if (everything->try_get(id + "/go")) { return {}; }
+        return {names[0]};
     }
 
     void publish(const std::string& id, const std::vector<std::string>& nonces) {
@@ -127,11 +135,11 @@ private:
     void refuse_claims(const std::vector<std::string>& joined) {
         for (int i = 0; i < int(names.size()); i++) {
             const bool is_own = i == 0 && refuse_rival();  // then the rival does not know it yet
-            if (is_own || store.try_get("refused/" + joined[size_t(i)])) {
-                publish("!" + claim(i), joined);
-                if (!is_own) { forget_claim(i, joined[size_t(i)]); }
-                throw UserError(claim(i));
-            }
+            const auto refusal = is_own ? claim(i) : store.try_get("refused/" + joined[size_t(i)]);
+            if (!refusal) { continue; }
+            publish("!" + *refusal, joined);
+            if (!is_own) { forget_claim(i, joined[size_t(i)]); }
+            fail(*refusal);
         }
     }
 
@@ -185,7 +193,8 @@ private:
     const double timeout;
     const bool loud;
     const std::string nonce = random_hex(16);
-    std::string last_rival;
+    std::string id, last_rival;
+    std::vector<std::string> nonces;  // of process 0: those that belong to id
     Patience patience{timeout};
     double next_notice = 5;
 };
@@ -226,7 +235,7 @@ private:
         std::unique_lock<std::mutex> lock(mutex);
         while (!changed.wait_for(lock, std::chrono::seconds(1), [&] { return closing; })) {
             try {
-                meeting->refuse_rival();
+                meeting->refuse_rival(true);
             } catch (...) {}  // the store is down: training does not need it, and the next look may succeed
         }
     }

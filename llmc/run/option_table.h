@@ -174,8 +174,10 @@ inline OptionValues saved_values(const CLI::App& app, const OptionTable& table) 
     for (const OptionRow& row : table) {
         if (!row.is_saved) { continue; }
         const CLI::Option* option = app.get_option(row.name());
-        values.emplace_back(option->get_single_name(), option->count() > 0 ? option->as<std::string>()
-                                                                           : option->get_default_str());
+        const bool is_flag = std::holds_alternative<bool*>(row.field);  // =1, =on and so on are "true"
+        values.emplace_back(option->get_single_name(), is_flag                ? value_of(row)
+                                                       : option->count() > 0 ? option->as<std::string>()
+                                                                             : option->get_default_str());
     }
     return values;
 }

@@ -223,8 +223,8 @@ inline OptionTable option_table(Options& o) {
         {"--fragment-layers", &o.diloco.fragment_layers,
          "Layers in a fragment (0: everything in one: classic DiLoCo)", Scope::run, at_least_0},
         {"--fragment-pattern", &o.diloco.fragment_pattern,
-         "strided (every P-th layer), sequential, or balanced: the same number of fragments, about equally "
-         "large", Scope::run, one_of({"strided", "sequential", "balanced"})},
+         "strided (each takes every n-th layer of n fragments), sequential, or balanced: as many fragments, "
+         "about equally large", Scope::run, one_of({"strided", "sequential", "balanced"})},
         {"--overlap", &o.diloco.overlap, "tau: steps from the sending of a fragment to the merge of its mean",
          Scope::worker},
         {"--local-weight", &o.diloco.local_weight, "alpha: weight of the local parameters in the merge",
@@ -237,8 +237,8 @@ inline OptionTable option_table(Options& o) {
         {"--outer-dtype", &o.diloco.outer_format,
          "Number format on the wire: fp4, fp4_e2m1, fp8_e4m3, fp8_e5m2, bf16 or fp32", Scope::run},
         {"--outer-exchange", &o.diloco.outer_exchange,
-         "all_gather, or in lock-step with three or more workers all_to_all: fewer bytes, but means rounded "
-         "once more (auto: the one that sends less)", Scope::run,
+         "all_gather; all_to_all (only in lock-step; fewer bytes from three workers on, but rounds means "
+         "once more); auto: the one that sends less", Scope::run,
          one_of({"auto", "all_gather", "all_to_all"})},
         {"--outer-rounding", &o.diloco.outer_rounding, "nearest, or stochastic (unbiased)", Scope::run,
          one_of({"nearest", "stochastic"})},

@@ -109,6 +109,7 @@ inline std::optional<LogCut> log_cut(const Options& o, const Resumption& resumed
 inline void agree(const Options& o, Process& process, Inputs& in, const std::function<void()>& check_log) {
     process.check_fingerprint(fingerprint(o, in));
     if (o.has_own_batch()) { share_data(o, process, in); }
+    check_shards(process, *in.train_loader);
     process.check_together("log", check_log);
     process.check_together("output", [&] {
         if (!o.output.empty() && !o.resume) { refuse_models(checkpoint_folder(o, process)); }
@@ -164,7 +165,8 @@ struct Session {
     // A resumed run can keep the old file, so a full disk does not end it.
     void write_config(const std::string& path) {
         try {
-            write_file(path, [&](OutputFile& file) { file.write(options.toml.data(), options.toml.size()); });
+            write_file(path, [&](OutputFile& file) { file.write(options.toml.data(), options.toml.size()); },
+                       format(".%d", process.worker));
         } catch (const RunError& error) {
             if (!options.resume || !std::filesystem::exists(path)) { throw; }
             status.print(std::string("warning: the old config.toml is kept: ") + error.what());
@@ -174,9 +176,8 @@ struct Session {
     // Starts the logs, and prints what this run is.   matmul, exchanges: text for people
     void announce(const Inputs& in, const std::vector<double>& fragment_offsets, const std::string& matmul,
                   const std::string& exchanges) {
-        if (process.index() == 0 && !options.output.empty()) {
-            write_config(folder + "/config.toml");
-        }
+        const bool may_have_a_folder = process.index() == 0 || report.speaks();  // of its own
+        if (may_have_a_folder && !options.output.empty()) { write_config(folder + "/config.toml"); }
         logger.run({process.worker, process.rank, options.workers, options.ranks, in.layout.values,
                     options.resolved, in.steps, fragment_offsets},
                    resumed.step);

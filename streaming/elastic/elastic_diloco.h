@@ -108,6 +108,9 @@ public:
     Outcome after_inner_step(long step, uint64_t tokens, float* local, floatX* params,
                              Stream& main) override {
         now = {tokens, local, params, &main};
+        for (const Fragment& one : shard.fragments) {  // the device first: a turn holds the log's lock
+            if (is_due(one, step, shard.options.inner_steps, shard.options.overlap)) { main.synchronize(); }
+        }
         Outcome outcome = take_turns(step, [this](long at) { return log->turn(at); });
         shard.fetch_for(outcome.step + 1);
         return outcome;
@@ -352,9 +355,14 @@ private:
                           {}, idle_from, main.stamp(), hashes[size_t(sync.fragment)], {}};
         report.log = LogReport{{}, counted};
         for (const Contribution& one : contributions) { note_header(one, sync, report); }
+        Outgoing& out = outgoing[size_t(sync.fragment)];
+        uint64_t& until = tokens_at_send[size_t(sync.fragment)];
+        const bool has_payload = out.sync == sync.number && out.tokens > 0;
+        // The counted payload may be an earlier start's, of training that local lacks.
+        const bool holds = has_payload || (log_start.from_checkpoint && until < now.tokens);
         if (report.applied()) {
             receive(sync, contributions);
-            const LocalMove move = counted ? LocalMove::merge : LocalMove::follow;
+            const LocalMove move = counted && holds ? LocalMove::merge : LocalMove::follow;
             report.mean_square = shard.apply(sync, move, now.local, now.params, main);
         }
         if (shard.feedback.is_in_flight(sync.number)) {
@@ -364,10 +372,7 @@ private:
         }
         main.record(applied);
         applied.synchronize();  // then the received payloads may be overwritten, and the sums are there
-        Outgoing& out = outgoing[size_t(sync.fragment)];
-        const bool has_payload = out.sync == sync.number && out.tokens > 0;
         const bool is_own = has_payload || log_start.from_checkpoint;  // of this start or the one it resumes
-        uint64_t& until = tokens_at_send[size_t(sync.fragment)];
         for (const auto& one : report.log->contributors) {
             if (is_own && one.worker == shard.worker) { until = std::min(now.tokens, until + one.tokens); }
         }

@@ -86,7 +86,8 @@ public:
         }
         if (phase != Phase::behind) { return ""; }
         if (!lacks_room.empty()) { return lacks_room; }
-        return alone_since >= 0 ? "no live worker can give the snapshot that this worker needs" : "";
+        if (alone_since < 0 || snapshot.offer) { return ""; }
+        return "no live worker can give the snapshot that this worker needs";
     }
     std::vector<LogEvent> events() { return std::exchange(told, {}); }
 
@@ -214,6 +215,8 @@ private:
     void keep_time(bool waits, double now);
     bool is_due(long sync) const;
     int ready() const;
+    // Whether it knows what others have sent, so that a newcomer takes no step before it jumps to theirs.
+    bool knows_its_place() const { return is_aligned || has_looked; }
     bool is_far_behind() const;
     void keep_pace(double now);
     LogTurn jump();

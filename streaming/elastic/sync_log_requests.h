@@ -63,7 +63,11 @@ inline LogPulse SyncLog::pulse() const {
     const bool is_known = phase == Phase::agreeing || phase == Phase::running || phase == Phase::behind;
     if (!is_known) { return LogPulse(); }
     const long promised = phase == Phase::behind ? LogBeat::needs_snapshot : promise;
-    return {generation, key("beat"), me.worker, {me.number, 0, promised, newest_sent}};
+    long newest = newest_sent;  // or applied, by the start that it resumes or by the giver of its snapshot
+    for (const Slot& slot : slots) {
+        if (phase == Phase::running) { newest = std::max(newest, slot.sync - schedule.fragments()); }
+    }
+    return {generation, key("beat"), me.worker, {me.number, 0, promised, newest}};
 }
 
 inline void SyncLog::check_generation(const StoreAnswer& answer) {

@@ -344,6 +344,7 @@ inline void SyncLog::load_snapshot() {
     const std::string line = beginning.substr(0, beginning.find('\n'));
     shard.load(snapshot.bytes, line.size() + 1);
     enter(parse_numbers(line), false);
+    for (const Slot& slot : slots) { note_open(slot.sync - schedule.fragments()); }  // what the giver applied
     say(LogEventKind::takes_snapshot, "continues from a snapshot, with its fragments at syncs " + line);
     forget_snapshot();
     phase = Phase::running;

@@ -34,7 +34,7 @@ inline bool SyncLog::is_turn_due() const {
         if (slot.due_since < 0) { return true; }
         waits = true;
     }
-    return !waits && (!is_leaving || has_left);
+    return !waits && knows_its_place() && (!is_leaving || has_left);
 }
 
 inline LogTurn SyncLog::take_turn(long step, double now) {
@@ -58,7 +58,7 @@ inline LogTurn SyncLog::take_turn(long step, double now) {
         const bool are_awaited = presence.missing(slot.sync, {}, now, now).all_waited_for;
         if (!are_awaited || !in_bucket()) { slot.look_at = now + (are_awaited ? pause() : 0); }
     }
-    if (waits) { return {LogTurn::wait}; }
+    if (waits || !knows_its_place()) { return {LogTurn::wait}; }
     if (promise < 0 && has_looked) { promise = LogBeat::nothing; }
     return {LogTurn::go_on};
 }

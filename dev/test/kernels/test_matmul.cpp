@@ -392,10 +392,11 @@ TEST(Matmul, AGramMatrixOverwritesWhatIsThere) {
     EXPECT_EQ(gram(matmul, 0.0f), gram(matmul, NAN));
 }
 
-// With a communicator that may hold one SM of the emulator's four, the library refuses all other products.
+// While a collective holds one SM of the emulator's four, the library refuses all other products.
 TEST(Matmul, ProductsAreCutForTheSmsThatAnExchangeLeaves) {
-    const auto multiply = [](int sms_taken) {
-        cuda::Matmul matmul({MatmulPrecision::highest, -1, sms_taken});
+    cuda::Matmul matmul({MatmulPrecision::highest, -1, 1});
+    const auto multiply = [&](bool leaves_sms) {
+        matmul.leaves_sms = leaves_sms;
         expect_forward(matmul, Case(5, 16, 8, 1), true, false);
         expect_gelu_backward(matmul, Case(5, 16, 8, 1));
     };
@@ -407,11 +408,15 @@ TEST(Matmul, ProductsAreCutForTheSmsThatAnExchangeLeaves) {
     std::thread second([&] { EXPECT_EQ(ncclCommInitRankConfig(&other, 2, id, 1, &config), ncclSuccess); });
     EXPECT_EQ(ncclCommInitRankConfig(&comm, 2, id, 0, &config), ncclSuccess);
     second.join();
-    ncclCommAbort(other);
-    EXPECT_NO_THROW(multiply(1));
-    EXPECT_THROW(multiply(0), std::runtime_error);
+    EXPECT_NO_THROW(multiply(false));
+    Stream stream;
+    DeviceArray<float> values(Floats(4, 1.0f));
+    ASSERT_EQ(ncclAllReduce(values, values, 4, ncclFloat, ncclSum, comm, stream), ncclSuccess);
+    EXPECT_NO_THROW(multiply(true));
+    EXPECT_THROW(multiply(false), std::runtime_error);
     ncclCommAbort(comm);
-    EXPECT_NO_THROW(multiply(0));
+    ncclCommAbort(other);
+    EXPECT_NO_THROW(multiply(false));
 }
 
 // The library's refusal (here of an output in the host's memory) becomes an error that names the shape.

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import os
 import re
 import shutil
 import signal
@@ -276,6 +277,22 @@ def test_two_processes_that_claim_one_worker_are_both_refused(tmp_path, start_wo
     assert [twin.wait() for twin in twins] == [2, 2], [twin.output() for twin in twins]
     for twin in twins:
         assert "two processes claim worker 1" in twin.output()
+
+
+def test_a_rank_whose_shards_differ_from_its_workers_is_named(tmp_path, tokens):
+    """A node whose copy of the data is not whole. Workers may have different data."""
+    for ranks, status in ((2, 2), (1, 0)):
+        runs = []
+        for process in (0, 1):
+            options = {**RUN, "--workers": 2 // ranks, "--ranks": ranks, "-x": 2, "-H": 2, "--overlap": 1,
+                       "--store": f"file:{tmp_path}/store", "-i": f"{tokens}/x_train_00000{'*' if process == 0 else 1}.bin"}
+            world = {"RANK": str(process), "LOCAL_RANK": str(process), "WORLD_SIZE": "2"}
+            runs.append(subprocess.Popen(command(tokens, tmp_path / "run", options), env={**os.environ, **world},
+                                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path))
+        outputs = [run.communicate(timeout=120)[0] for run in runs]
+        assert [run.returncode for run in runs] == [status] * 2, outputs
+        if status != 0:
+            assert all("worker 0 rank 1 has other training data (-i)" in text for text in outputs), outputs
 
 
 def test_an_option_that_differs_is_named_by_all(tmp_path, start_worker):

@@ -48,3 +48,13 @@ def test_without_H_one_is_chosen_from_the_steps_and_a_resumed_run_keeps_it(train
     assert f"H = 10, as in {longer.folder}/config.toml" in longer.stdout and "8 outer steps" in longer.stdout
     assert "resumed after step 40" in longer.stdout and "inner-steps" not in longer.stdout
     assert "outer steps" not in train("alone", {"--layers": 2, "-x": 4}).stdout
+
+
+def test_workers_at_other_sites_keep_their_H_too(start_worker, tmp_path):
+    options = {name: value for name, value in OUTER.items() if name not in ("--inner-steps", "--overlap")}
+    for steps in (40, 400):
+        runs = [start_worker(w, {**options, "--store": f"file:{tmp_path}/meet", "-x": steps, "-n": 20, "-y": 1})
+                for w in (0, 1)]
+        assert [run.wait() for run in runs] == [0, 0], [run.output() for run in runs]
+    for run in runs:
+        assert f"H = 10, as in {run.folder}/config.toml" in run.output()

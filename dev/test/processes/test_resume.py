@@ -521,10 +521,10 @@ def test_what_a_run_left_that_was_killed_in_its_first_checkpoint_is_no_obstacle(
 
 
 def test_options_that_cannot_be_written_end_a_new_run_but_not_one_that_resumes(run, copy, tmp_path):
-    (copy("run", 40) / "config.toml.tmp").mkdir()
+    (copy("run", 40) / "config.toml.0.tmp").mkdir()
     resumed = run("run", TWO)
     assert resumed_step(resumed) == 40 and "warning: the old config.toml is kept: cannot write " in resumed.output()
-    (tmp_path / "new/run/config.toml.tmp").mkdir(parents=True)
+    (tmp_path / "new/run/config.toml.0.tmp").mkdir(parents=True)
     (tmp_path / "new/run/config.toml").write_text("")
     assert "cannot write " in run("new", {**TWO, "-y": 0}, status=1).stderr()
 

@@ -257,6 +257,31 @@ def test_a_site_exchanges_over_tcp_unless_the_toml_wants_elastic_workers(
     assert words[words.index("--outer-transport") + 1] == given
 
 
+@pytest.mark.parametrize("script", [SCRIPTS / "run.sh", MULTI_NODE / "run_site.sh",
+                                    MULTI_NODE / "run_slurm_site.sbatch"], ids=lambda script: script.name)
+def test_a_run_of_a_users_own_toml_is_named_after_it(script, tokens, tmp_path, says_its_words):
+    """Else it would go on from the checkpoints of gpt2_124M."""
+    config = tmp_path / "mine.toml"
+    config.write_text((SCRIPTS / "gpt2_124M.toml").read_text())
+    environment = environment_of_scripts(tokens, "", CONFIG=config)
+    words = words_of_the_program(script, environment, says_its_words)
+    given = dict(zip(words[::2], words[1::2]))
+    assert given["-o"].startswith("log/mine") and given.get("--run-name", "mine") == "mine"
+
+
+def test_the_loop_that_the_readme_shows_restarts_a_site_until_it_is_done(tmp_path):
+    loop, = re.findall(r"^    (until .*)$", (MULTI_NODE / "README.md").read_text(), re.M)
+    assert "sleep 30" in loop
+    site = tmp_path / "scripts/multi_node/run_site.sh"
+    site.parent.mkdir(parents=True)
+    site.write_text('#!/bin/bash\nread -r status <statuses\nsed -i 1d statuses\nexit "$status"\n')
+    site.chmod(0o755)
+    for last in (0, 2, 76, 143):
+        (tmp_path / "statuses").write_text(f"1\n75\n1\n{last}\n99\n")
+        subprocess.run(["bash", "-c", loop.replace("sleep 30", "true")], cwd=tmp_path, timeout=60)
+        assert (tmp_path / "statuses").read_text() == "99\n"
+
+
 def test_a_toml_is_read_with_comments_another_system_s_line_ends_and_an_unended_last_line(
     tmp_path, says_its_words
 ):

@@ -19,7 +19,7 @@ import pytest
 from conftest import ROOT, TRAINER
 
 HELP_FILES = ["Makefile", "dev/dev.mk", "dev/break/fuzz/fuzz.mk"]
-PROGRAMS = ("make bash sh python python3 gdb nsys ncu perf git cd pip export sudo sbatch srun salloc mpirun torchrun ssh "
+PROGRAMS = ("make bash sh until python python3 gdb nsys ncu perf git cd pip export sudo sbatch srun salloc mpirun torchrun ssh "
             "scp curl wget wg redis-server redis-cli")
 COMMAND = re.compile(rf"(?:\w+=\S* )*(?:{'|'.join(PROGRAMS.split())}|(?:\./|\.venv/|dev/|data/|scripts/|build/)[\w./-]*\w)"
                      r"(?= |$)")
@@ -118,7 +118,8 @@ COMMANDS = {
     r"\.venv/bin/python -m pip install tensorboard .*": Covered("test_tensorboard.py"),
 
     # What runs elsewhere
-    r"\./train_gpt -i .*|nsys .*|ncu .*": Needs("a GPU"),
+    r"\./train_gpt -i .*|nsys stats .*": Needs("a GPU"),
+    r"(nsys profile|ncu) .* (\./train_gpt) (--config .*)": Try(r"./train_gpt_cpu \3"),  # which they would watch
     r"make -j16 (test-gpu|bench-gpu|gpu-report)|make (test-gpu|bench-gpu|gpu-report|train_gpt|test_gpt)": Needs("a GPU"),
     r"make -j16 gpu-report DRY_RUN=1": Try(r"make gpu-report DRY_RUN=1 ARGUMENTS='--only versions memory'", seconds=240),
     r".*data/(fineweb|hellaswag|tinystories|tinyshakespeare).py.*": Covered("test_corpora.py"),
@@ -129,8 +130,10 @@ COMMANDS = {
     r"(?:sudo )?\.venv/bin/python dev/wan/probe.py .*": Covered("test_wan.py"),
     r"scripts/fetch_offline_deps.sh DIR|bash scripts/setup.sh --offline DIR.*": Covered("test_build.py"),
     r"make DEPS_HOME=.*": Covered("test_build.py"),
-    r"(.* )?gdb --args .*": Needs("a person at gdb"),
-    r"\./train_gpt_cpu .* --timeout 100000": Needs("a person at gdb"),
+    r"(.* )?gdb --args build/.*": Needs("a person at gdb"),
+    r"(?:gdb --args )?(\./train_gpt_cpu .*) --worker (\d) --store \S+ --timeout 100000":  # without gdb
+        Try(r"\1 --worker 0", beside=r"\1 --worker 1", environment=MEET),
+    r"until scripts/multi_node/run_site.sh;.*": Covered("test_run_scripts.py"),
 
     # make
     r"make|make setup|make train_gpt_cpu": Try(),

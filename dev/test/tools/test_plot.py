@@ -231,14 +231,69 @@ def test_a_missing_python_package_is_one_line(tmp_path, script, more, package):
 
 
 @pytest.mark.parametrize("script, more", [("compare.py", []), ("plot.py", ["-o", "x.png"])])
-def test_what_is_not_a_finished_run_is_one_line_and_exit_2(script, more, runs, tmp_path):
+def test_what_is_not_a_run_is_one_line_and_exit_2(script, more, runs, tmp_path):
     log = runs[0] / "metrics_00001.jsonl"
     good = log.read_bytes()
-    unfinished = b"".join(good.splitlines(True)[:-1])
+    just_begun = b"".join(good.splitlines(True)[:2])
     not_utf8 = good.replace(b"--seed", b"--s\xe9ed")
-    for text, word in [(unfinished, "did not finish"), (b"nonsense\n", "line 1"), (not_utf8, "line 1"),
+    for text, word in [(just_begun, "has no step yet"), (b"nonsense\n", "line 1"), (not_utf8, "line 1"),
                        (None, "metrics_00001.jsonl is missing: copy the logs of all processes")]:
         log.unlink() if text is None else log.write_bytes(text)
         result = command(script, *runs, *more)
         assert result.returncode == 2 and word in result.stderr
         assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+
+
+def test_a_run_that_goes_on_or_diverged_is_compared_and_drawn_as_far_as_it_is(runs, tmp_path):
+    """Its sums are those of an end line at this place; a copied log may end within a line."""
+    whole = compare.read_run(runs[2])
+    for process, log in enumerate(sorted(runs[2].glob("metrics*.jsonl"))):
+        lines = log.read_text().splitlines(True)[:-1]
+        if process == 0:
+            last = {**json.loads(lines[-2]), "loss": None}  # before the last validation: the step that diverged
+            lines[-2:] = [json.dumps(last) + "\n", '{"type":"ev']
+        log.write_text("".join(lines))
+    with pytest.raises(compare.UserError, match="did not finish"):
+        compare.read_run(runs[2])
+    result = command("compare.py", *runs)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split("\n")[0].split() == ["data-parallel", "classic", "streaming", "(unfinished)"]
+    [run] = compare.read_runs([runs[2]])
+    assert [p.end[name] for p in run.processes for name in ("outer_bytes_sent", "inner_bytes_sent")] == \
+        [p.end[name] for p in whole.processes for name in ("outer_bytes_sent", "inner_bytes_sent")]
+    for process, before in zip(run.processes, whole.processes):
+        assert process.end["waited_seconds"] == pytest.approx(before.end["waited_seconds"])
+        assert process.end["train_seconds"] == pytest.approx(before.end["train_seconds"])
+    result = command("plot.py", *runs, "-o", tmp_path / "x.png")
+    assert result.returncode == 0, result.stderr
+    steps, losses = plot.training_losses(run, 1)
+    assert steps[-1] == STEPS and None not in losses  # the other worker's
+
+
+def test_only_data_parallel_in_fp32_is_compared_as_if_in_bf16(runs):
+    dp, classic, _ = (compare.read_run(folder) for folder in runs)
+    assert compare.sends_fp32(dp) and not compare.sends_fp32(classic)
+    for line in dp.processes[0].steps:  # parameters in bf16, as on a GPU
+        line["inner_bytes_sent"] *= 6 / 8
+    assert not any("in bf16" in row[0] for row in compare.table([dp, classic]))
+
+
+def test_an_elastic_run_needs_no_worker_0(runs, tmp_path):
+    """It may have died, or have written its log at another site."""
+    for log in runs[2].glob("metrics*.jsonl"):
+        log.write_text(log.read_text().replace('{"--seed": "1"}', '{"outer-transport": "store"}'))
+    first = runs[2] / "metrics.jsonl"
+    first.write_text("".join(first.read_text().splitlines(True)[:-1]))
+    for _ in ("unfinished", "missing"):
+        result = command("compare.py", runs[2])
+        assert result.returncode == 0 and "metrics.jsonl" in result.stderr
+        assert "worker 1 waited" in result.stdout and "worker 0 waited" not in result.stdout
+        assert "unfinished" not in result.stdout
+        first.unlink(missing_ok=True)
+    assert command("plot.py", runs[2], "-o", tmp_path / "x.png").returncode == 0
+
+
+def test_more_than_eight_workers_cosines_are_with_the_mean(runs):
+    streaming = compare.read_run(runs[2])
+    streaming.processes[0].syncs[0].update(cosines=None, mean_cosines=[0.5, 0.7])
+    assert plot.cosines_by_fragment(streaming) == {0: ([8], [pytest.approx(0.6)])}

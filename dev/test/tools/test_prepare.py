@@ -128,6 +128,21 @@ def test_documents_begin_with_the_end_of_text_token(tmp_path):
     assert not [*(tmp_path / "out").glob("*_val_*")]
 
 
+def test_each_line_of_a_jsonl_file_is_a_document(tmp_path):
+    lines = tmp_path / "mine.jsonl"
+    rows = [{"text": "one\r\nline"}, {"id": 2, "text": "two<|endoftext|>halves"}, {"text": "caf\xe9 \ud800!"}]
+    lines.write_text("\n".join([*map(json.dumps, rows), "", ""]))
+    plain = tmp_path / "plain.txt"
+    plain.write_text("plain")
+    made("--text", lines, plain, "--out", tmp_path / "out", "--validation", 0)
+    expected = ["one\nline", "two", "halves", "caf\xe9 \ufffd!", "plain"]
+    assert [*filter(None, documents(tmp_path / "out", "train"))] == [text.encode() for text in expected]
+    for bad in ("{", "[1]", '{"txt": "x"}', '{"text": 3}', "null"):
+        lines.write_text(json.dumps(rows[0]) + "\n" + bad + "\n")
+        assert "mine.jsonl line 2 is no JSON object with a text" in failed("--text", lines, "--out", tmp_path / "bad")
+        assert not (tmp_path / "bad").exists()
+
+
 def test_shards_hold_the_tokens_asked_for_and_the_last_one_takes_a_small_rest(text, tmp_path):
     made("--text", text, "--out", tmp_path / "one", "--validation", 0)
     whole = read_shards(tmp_path / "one", "train")

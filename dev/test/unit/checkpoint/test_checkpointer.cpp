@@ -471,19 +471,59 @@ TEST(Checkpointer, a_silent_process_is_named_after_the_time_limit) {
     run.begin(0, 10);
     run[0].wait();
     EXPECT_TRUE(run[0].has_failed());
-    EXPECT_TRUE(
-        contains(run.last_message(0),
-                 "there is no checkpoint of step 10: worker 1 rank 0: has not been heard from for 0 s"));
+    EXPECT_TRUE(contains(run.last_message(0), "it is not known whether the checkpoint of step 10 is whole: "
+                                              "worker 1 rank 0: has not been heard from for 0 s"));
     EXPECT_EQ(status_of_finish(run[0]), retry_status);
-    EXPECT_EQ(run.files(0), "");
-    // It comes after all: the verdict is still there.
+    // It comes after all: the verdict is still there, and a resume finds the files of both.
     run.begin(1, 10);
     run[1].wait();
     EXPECT_TRUE(run[1].has_failed());
-    EXPECT_EQ(run.files(1), "");
+    EXPECT_EQ(run.files(0), "model_00000010.bin state_00000010_00000.bin ");
+    EXPECT_EQ(run.files(1), "state_00000010_00001.bin ");
     run.checkpoint(20);
     EXPECT_FALSE(run[0].has_failed());
     EXPECT_TRUE(run.is_done(1, 20));
+}
+
+// No file can be opened from one call of the store to another.
+class ExhaustingStore : public PrefixStore {
+public:
+    explicit ExhaustingStore(std::shared_ptr<Store> store) : PrefixStore(std::move(store), "") {}
+    std::optional<std::string> try_get(const std::string& key) override {
+        const std::optional<std::string> value = PrefixStore::try_get(key);
+        if (value && key == "checkpoint/40/done/1") { limit_files(0); }
+        return value;
+    }
+    void set(const std::string& key, const std::string& value) override {
+        if (key == "checkpoint/40/done/verdict") { limit_files(before); }
+        PrefixStore::set(key, value);
+    }
+
+private:
+    void limit_files(rlim_t most) {
+        rlimit limit;
+        getrlimit(RLIMIT_NOFILE, &limit);
+        if (limit.rlim_cur > 0) { before = limit.rlim_cur; }
+        limit.rlim_cur = most;
+        setrlimit(RLIMIT_NOFILE, &limit);
+    }
+    rlim_t before = 0;
+};
+
+// Checkpoints that process 0 does not see for a moment may be the ones to keep.
+TEST(Checkpointer, a_folder_that_cannot_be_read_loses_no_checkpoint) {
+    Processes run(2, 1);
+    run.members[0].process.store = std::make_shared<PrefixStore>(
+        std::make_shared<ExhaustingStore>(run.members[0].process.store), "");
+    run.start(2);
+    for (long step : {10, 20, 30, 40}) {
+        run.checkpoint(step);
+        ASSERT_FALSE(run[0].has_failed()) << run.last_message(0);
+    }
+    EXPECT_TRUE(run.is_done(1, 20) && run.is_done(1, 30) && run.is_done(1, 40));
+    run.checkpoint(50);
+    EXPECT_FALSE(run.is_done(1, 20) || run.is_done(1, 30));
+    EXPECT_TRUE(run.is_done(1, 40) && run.is_done(1, 50));
 }
 
 // The loops notice by themselves if a process is gone. Others may be steps behind, or have slow disks.

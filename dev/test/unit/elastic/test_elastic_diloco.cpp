@@ -667,6 +667,54 @@ void die(Member& member) {
     member.loop.reset();
 }
 
+// Worker 1 dies without a checkpoint after its payloads of nine syncs have counted, and begins anew. Its local
+// parameters lack that training, so they may not stay behind global, whatever alpha is.
+TEST(ElasticDiloco, a_newcomer_that_applies_what_an_earlier_start_has_sent_ends_at_global) {
+    for (float alpha : {0.5f, 1.0f}) {
+        Plan plan;
+        plan.local_weight = alpha;
+        plan.min_workers = 1;
+        plan.checkpoints = true;  // of which there is none: no payload is removed
+        plan.grace = 1;
+        plan.last = 120;
+        MemoryStore store;
+        Endings endings(2);
+        std::atomic<bool> is_back{false};
+        expect_no_errors(run_members(2, [&](int worker) {
+            auto member = std::make_unique<Member>(plan, store, worker);
+            long step = member->begin();
+            while (step < plan.last) {
+                member->move(++step);
+                member->after(*member->loop, step);
+                if (worker == 0 && step == 63) { stand(*member, step, is_back); }  // nothing is in flight
+                if (worker == 0 || step != 63 || is_back) { continue; }
+                die(*member);
+                member = std::make_unique<Member>(plan, store, worker);
+                step = member->begin();
+                wait_until([&] {
+                    member->after(*member->loop, step);
+                    return member->reports.size() == 8;  // the ninth is due in the next step
+                });
+                EXPECT_EQ(member->snapshots_taken, 0);
+                for (const SyncReport& report : member->reports) { EXPECT_TRUE(report.log->counted); }
+                const float* global = member->loop->global(member->main);
+                float moved = 0, behind = 0;
+                const Floats initial = random_values(77, member->layout.shard_size(), 0.1f);
+                for (size_t i = 0; i < initial.size(); i++) {
+                    moved = std::max(moved, std::abs(global[i] - initial[i]));
+                    behind = std::max(behind, std::abs(global[i] - member->local[i]));
+                }
+                EXPECT_GT(moved, 0.01f);
+                EXPECT_LT(behind, 1e-6f);
+                is_back = true;
+            }
+            member->finish(*member->loop, step);
+            endings[size_t(worker)] = ending_of(*member);
+        }));
+        expect_one_history(endings);
+    }
+}
+
 // Worker 2 dies right after step 27, while sync 3 (sent at 26) is in flight, and resumes from a checkpoint of
 // step 27 or 25.
 void resume_in_mid_flight(bool is_counted, long saved_after = 27) {

@@ -300,9 +300,12 @@ struct PoorShard : simulation::Shard {
 struct Driven {
     Driven(int worker, const SyncSchedule& schedule, LogStore& store, const SyncLogOptions& options,
            int rank = 0)
+        : Driven(worker, schedule, store, options, start(worker, schedule), rank) {}
+    Driven(int worker, const SyncSchedule& schedule, LogStore& store, const SyncLogOptions& options,
+           const LogStart& start, int rank = 0)
         : store(store),
           shard(worker, rank, schedule),
-          log(options, schedule, worker, shard, rules, start(worker, schedule)) {}
+          log(options, schedule, worker, shard, rules, start) {}
 
     static SyncLogOptions options(int workers = 3, int min_workers = 3) {
         SyncLogOptions options;
@@ -1207,6 +1210,39 @@ TEST(SyncLog, two_workers_that_differ_do_not_wait_for_each_other_for_ever) {
     EXPECT_TRUE(senders.store.entries().empty());
 }
 
+TEST(SyncLog, a_newcomer_takes_no_step_before_it_knows_where_the_others_are) {
+    Senders senders(2, Driven::options(2, 1));
+    senders.train_until_they_send();
+    senders.settle();
+    LogStart start = Driven::start(1, senders.schedule);
+    start.token = "a newcomer";
+    Driven late(1, senders.schedule, senders.store, Driven::options(2, 1), start);
+    for (int way = 0; way < 50 && !late.log.is_running(); way++) { late.go_there_and_back(senders.now); }
+    ASSERT_TRUE(late.log.is_running());
+    EXPECT_EQ(late.log.turn(0, senders.now).kind, LogTurn::wait);
+    EXPECT_FALSE(late.log.is_turn_due());
+    EXPECT_TRUE(late.go_there_and_back(senders.now));
+    EXPECT_TRUE(late.log.is_turn_due());
+    const LogTurn turn = late.log.turn(0, senders.now);
+    EXPECT_EQ(turn.kind, LogTurn::jump);
+    EXPECT_EQ(turn.step, Senders::H);
+}
+
+// So that a newcomer learns where the run is even if nobody has sent since all were restarted.
+TEST(SyncLog, the_beat_of_a_worker_that_resumes_names_the_newest_sync_that_it_has_applied) {
+    Senders senders(2, Driven::options(2, 1));
+    LogStart start = Driven::start(1, senders.schedule);
+    start.token = "again";
+    start.generation = senders.workers[0]->log.current_generation();
+    start.positions = {3};
+    start.from_checkpoint = true;
+    Driven resumed(1, senders.schedule, senders.store, Driven::options(2, 1), start);
+    EXPECT_EQ(resumed.log.pulse().beat.newest, -1);
+    for (int way = 0; way < 50 && !resumed.log.is_running(); way++) { resumed.go_there_and_back(senders.now); }
+    ASSERT_TRUE(resumed.log.is_running());
+    EXPECT_EQ(resumed.log.pulse().beat.newest, 2);
+}
+
 TEST(SyncLog, a_snapshot_is_given_by_one_and_once_however_long_that_takes) {
     const SyncLogRules rules;
     size_t snapshots = 0;
@@ -1317,6 +1353,26 @@ TEST(SyncLog, a_snapshot_that_the_store_has_no_memory_for_makes_room_and_is_give
     EXPECT_EQ(run.store.entries().size(), 1u);
     EXPECT_EQ(run.chunks(), 0u) << "it has been begun again at once";
     run.pass_until(5, [&] { return run.workers[2]->log.turn(0, run.now).kind != LogTurn::wait; });
+}
+
+// The store holds all of it: nobody else is needed any more.
+TEST(SyncLog, a_worker_that_reads_a_whole_snapshot_is_not_helpless_without_its_giver) {
+    for (const bool is_whole : {true, false}) {
+        Givers run;
+        Driven& reader = *run.workers[2];
+        run.pass_until(0, [&] { return is_whole ? !run.offer().empty() : run.chunks() > 0; });
+        ASSERT_EQ(run.offer().empty(), !is_whole);
+        if (is_whole) { reader.go_there_and_back(run.now); }
+        for (int second = 0; second < 400; second++) {  // without its givers
+            run.now += 1;
+            const bool is_slow = is_whole && second < 300;  // it has not even the first chunk
+            if (!is_slow) { reader.go_there_and_back(run.now); }
+            reader.show_life(run.now);
+            if (is_whole) { ASSERT_EQ(reader.log.helpless(), ""); }
+        }
+        EXPECT_EQ(reader.log.helpless() == "", is_whole) << reader.log.helpless();
+        EXPECT_EQ(reader.log.turn(0, run.now).kind == LogTurn::wait, !is_whole);
+    }
 }
 
 TEST(SyncLog, a_snapshot_that_a_worker_has_no_room_for_is_given_by_another) {

@@ -4,6 +4,7 @@
 
 #include <filesystem>
 #include <fstream>
+#include <future>
 #include <set>
 #include <sstream>
 
@@ -994,17 +995,50 @@ TEST(Meeting, one_that_claims_a_place_in_a_running_run_leaves_and_the_run_goes_o
         TestProcess late([&]() -> std::string {
             try {
                 member(folder.name(), claimed, 2).meet();
-            } catch (const UserError& error) { return error.what(); }
+            } catch (const TemporaryFailure& error) { return error.what(); }
             return "accepted";
         });
         EXPECT_EQ(late.wait(20), 0);
-        EXPECT_EQ(late.report.rfind("two processes claim worker " + std::to_string(claimed) + " rank 0", 0),
-                  0u)
+        EXPECT_EQ(late.report.rfind("an earlier start of this run still trains: wait until it ends", 0), 0u)
             << late.report;
     }
     store.set("go on", "");
     for (auto& process : processes) { EXPECT_EQ(process.wait(20), 0) << process.report; }
     expect_a_run(folder.name());
+}
+
+// A store in front of another one that is away for 20 of 40 calls, or for good.
+class FlickeringStore : public PrefixStore {
+public:
+    FlickeringStore(std::shared_ptr<Store> store, bool comes_back)
+        : PrefixStore(std::move(store), ""), comes_back(comes_back) {}
+    std::optional<std::string> try_get(const std::string& key) override {
+        if (++calls % 40 < 20 || !comes_back) { throw RunError("the store is away"); }
+        return PrefixStore::try_get(key);
+    }
+
+private:
+    const bool comes_back;
+    int calls = 0;
+};
+
+TEST(Meeting, a_store_may_be_away_for_a_while_but_not_beyond_the_time_limit) {
+    for (const bool comes_back : {true, false}) {
+        auto memory = std::make_shared<MemoryStore>();
+        std::vector<std::future<std::string>> ids;
+        for (int i : {0, 1, 2}) {
+            ids.push_back(std::async(std::launch::async, [&, i]() -> std::string {
+                Meeting meeting(std::make_shared<FlickeringStore>(memory, comes_back), "run",
+                                {"a", "b", "c"}, i, comes_back ? 20 : 0.3, false);
+                try {
+                    return meeting.meet();
+                } catch (const TemporaryFailure& error) { return error.what(); }
+            }));
+        }
+        const std::string id = ids[0].get();
+        EXPECT_EQ(id == "the store is away", !comes_back) << id;
+        for (int i : {1, 2}) { EXPECT_EQ(ids[size_t(i)].get(), id); }
+    }
 }
 
 TEST(Meeting, processes_missing_after_the_time_limit_are_named) {

@@ -556,6 +556,21 @@ TEST(Sampling, options_have_limits) {
 // -----------------------------------------------------------------------------------------------------------
 // The table
 
+TEST(OptionTable, a_flag_is_saved_as_true_or_false_however_it_is_given) {
+    for (const char* line : {"--feeds-back", "--feeds-back=1", "--feeds-back=on", "--feeds-back=true"}) {
+        bool feeds_back = false;
+        OptionTable table;
+        add_section(table, "New", true, {{"--feeds-back", &feeds_back, "Add what was lost", Scope::run}});
+        CLI::App app;
+        add_options(app, table);
+        EXPECT_EQ(saved_values(app, table), OptionValues({{"feeds-back", "false"}}));
+        app.parse(line);
+        EXPECT_EQ(saved_values(app, table), OptionValues({{"feeds-back", "true"}})) << line;
+        app.parse("--feeds-back=0");
+        EXPECT_EQ(saved_values(app, table), OptionValues({{"feeds-back", "false"}}));
+    }
+}
+
 TEST(OptionTable, an_option_is_a_field_and_a_row) {
     long patience = 3;               // the field
     OptionTable table;

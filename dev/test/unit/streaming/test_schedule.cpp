@@ -252,6 +252,22 @@ TEST(Schedule, most_in_flight_is_the_largest_number_of_fragments_between_send_an
     }
 }
 
+TEST(Schedule, an_exchange_is_under_way_from_the_step_after_its_send_to_its_due_step) {
+    for (const Case& c : many_cases()) {
+        const std::vector<Fragment> fragments = fragments_of(c);
+        for (long overlap : {0L, 1L, 3L, c.H / 2, c.H - 1}) {
+            if (overlap >= c.H) { continue; }
+            int now = 0;
+            for (long step = 1; step <= 3 * c.H; step++) {
+                ASSERT_EQ(is_exchanging(fragments, step, c.H, overlap), now > 0) << step << " " << overlap;
+                for (const Fragment& fragment : fragments) {
+                    now += is_sent(fragment, step, c.H) - is_due(fragment, step, c.H, overlap);
+                }
+            }
+        }
+    }
+}
+
 TEST(Schedule, a_wrong_pattern_is_the_users_mistake) {
     EXPECT_EQ(parse_fragment_pattern("strided"), FragmentPattern::strided);
     EXPECT_EQ(parse_fragment_pattern("balanced"), FragmentPattern::balanced);
