@@ -13,8 +13,10 @@
 // A shard buffer (size / ranks values) holds this rank's shard of every block, in the order of the blocks.
 #pragma once
 #include <algorithm>
+#include <functional>
 #include <numeric>
 #include <string>
+#include <utility>
 #include <vector>
 
 // The number of values that share a scale on the wire. A shard is a multiple of it.
@@ -25,9 +27,7 @@ struct Tensor {
     std::vector<long> shape;
     bool decay;       // AdamW's weight decay: matrices only
     long offset = 0;  // in the flat buffer
-    long count() const {
-        return std::accumulate(shape.begin(), shape.end(), 1L, [](long a, long b) { return a * b; });
-    }
+    long count() const { return std::accumulate(shape.begin(), shape.end(), 1L, std::multiplies<>()); }
 };
 
 struct Block {
@@ -77,16 +77,23 @@ struct Layout {
     }
 };
 
-// Zeroes the gradients that the first micro-step of a step does not overwrite: those of positions (wpe), to
-// which encoder_backward adds, and the padding. Calls the set_zero of the stream's namespace.
-// grads: (layout.size)
-template <class Stream>
-void zero_accumulated_gradients(float* grads, const Layout& layout, Stream& stream) {
-    set_zero(grads + layout.tensor("wpe").offset, layout.tensor("wpe").count(), stream);
-    for (const Block& b : layout.blocks) {
-        if (b.size > b.values) { set_zero(grads + b.offset + b.values, b.size - b.values, stream); }
+// Whether a micro-step adds to the gradients. (The base of both GradientSums.)
+struct MicroStep {
+    bool adds = true;  // false: gradients are overwritten
+
+    // Before a micro-step. The first one overwrites the gradients of the step before. Those that it does not
+    // overwrite become zero: those of positions (wpe), to which encoder_backward adds, and the padding. Calls
+    // the set_zero of the stream's namespace.   grads: (layout.size)
+    template <class Stream>
+    void begin(float* grads, const Layout& layout, bool first, Stream& stream) {
+        adds = !first;
+        if (adds) { return; }
+        set_zero(grads + layout.tensor("wpe").offset, layout.tensor("wpe").count(), stream);
+        for (const Block& b : layout.blocks) {
+            if (b.size > b.values) { set_zero(grads + b.offset + b.values, b.size - b.values, stream); }
+        }
     }
-}
+};
 
 struct GptShape {
     int max_seq_len = 1024;
@@ -125,14 +132,10 @@ inline Layout gpt_layout(const GptShape& shape, int ranks, int fragment_layers) 
         add_tensor(prefix + "fcw", {4 * C, C}, true, offset);
         add_tensor(prefix + "fcprojw", {C, 4 * C}, true, offset);
         long decay_end = offset;
-        add_tensor(prefix + "ln1w", {C}, false, offset);
-        add_tensor(prefix + "ln1b", {C}, false, offset);
-        add_tensor(prefix + "qkvb", {3 * C}, false, offset);
-        add_tensor(prefix + "attprojb", {C}, false, offset);
-        add_tensor(prefix + "ln2w", {C}, false, offset);
-        add_tensor(prefix + "ln2b", {C}, false, offset);
-        add_tensor(prefix + "fcb", {4 * C}, false, offset);
-        add_tensor(prefix + "fcprojb", {C}, false, offset);
+        for (const auto& [name, size] : {std::pair("ln1w", C), {"ln1b", C}, {"qkvb", 3 * C}, {"attprojb", C},
+                                         {"ln2w", C}, {"ln2b", C}, {"fcb", 4 * C}, {"fcprojb", C}}) {
+            add_tensor(prefix + name, {size}, false, offset);
+        }
         add_block("h." + std::to_string(l), offset, decay_end);
     }
 

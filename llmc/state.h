@@ -119,10 +119,8 @@ public:
 
     // Removes all fields whose names begin like this.
     void remove(const std::string& prefix) {
-        const auto begin = values.lower_bound(prefix);
-        auto end = begin;
-        while (end != values.end() && end->first.rfind(prefix, 0) == 0) { ++end; }
-        values.erase(begin, end);
+        const std::string after = prefix + '\x7f';  // all characters of names are smaller
+        values.erase(values.lower_bound(prefix), values.lower_bound(after));
     }
 
     // file: its name, for messages
@@ -322,9 +320,7 @@ struct ShardValues {
 
 // Rounded to nearest, as a new run rounds its initial parameters.
 inline std::vector<floatX> rounded_parameters(const std::vector<float>& master) {
-    std::vector<floatX> params(master.size());
-    std::transform(master.begin(), master.end(), params.begin(), [](float x) { return floatX(x); });
-    return params;
+    return std::vector<floatX>(master.begin(), master.end());
 }
 
 // A part of the outer optimizer's state: whether the old run had it, whether the new run has it, and whether

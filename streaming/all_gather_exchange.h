@@ -8,7 +8,7 @@ public:
     // largest: values in this process's shard of the largest fragment
     // in_flight: the most exchanges at the same time
     AllGatherExchange(const WireOptions& wire, long largest, int in_flight, Comm& comm, Stream& stream)
-        : Exchange(wire, in_flight, comm, stream), sums(row_sums(workers)) {
+        : Exchange(wire, 1, in_flight, comm, stream), sums(row_sums(workers)) {
         if (has_mean_row(workers)) {
             own_mean = Buffer<float>(largest);
             own_weights = Buffer<float>(weights.count());
@@ -23,8 +23,6 @@ public:
     }
 
     ~AllGatherExchange() override { let_end(stream); }
-
-    PayloadLayout layout(const Sync& sync) const override { return payload_layout(wire.format, sync.values); }
 
     void mean(float* out, const Sync& sync, Stream& main) override {
         const uint8_t* received = slots.of(sync.number).received;

@@ -20,22 +20,27 @@ public:
     // pieces: of each fragment, this process's shard   in_flight: the most exchanges at the same time
     AllToAllExchange(const WireOptions& wire, std::vector<std::vector<Piece>> pieces_, int in_flight,
                      Comm& comm, Stream& stream)
-        : Exchange(wire, in_flight, comm, stream), pieces(std::move(pieces_)), me(comm.rank()) {
+        : Exchange(wire, comm.size(), in_flight, comm, stream), pieces(std::move(pieces_)), me(comm.rank()) {
         std::vector<long> values, owned;  // of each fragment: of the shard, of the part that is owned here
         for (const std::vector<Piece>& one : pieces) {
             values.push_back(one.empty() ? 0 : one.back().first + one.back().count);
             owned.push_back(layout_of(values.back()).values_of(me));
         }
         const long largest = *std::max_element(values.begin(), values.end());
-        slots.for_each([&](Slot& slot) { take_buffers(slot, largest); });
+        const long sent = long(layout_of(largest).bytes), mean = long(mean_layout_of(largest).bytes);
+        slots.for_each([&](Slot& slot) {
+            slot.sent = Buffer<uint8_t>(sent * workers);
+            slot.received = Buffer<uint8_t>(sent * workers);
+            slot.means = Buffer<uint8_t>(mean * workers);
+            slot.headers = HostBuffer<PayloadHeader>(workers * (1 + workers));
+            slot.sums = HostBuffer<double>(long(workers) * row_sums(workers));
+        });
         own_mean = Buffer<float>(layout_of(largest).part_values);
-        own_payload = Buffer<uint8_t>(long(mean_layout_of(largest).bytes));
+        own_payload = Buffer<uint8_t>(mean);
         if (wire.error_feedback) { owner_feedback = ErrorFeedback(owned, in_flight); }
     }
 
     ~AllToAllExchange() override { let_end(stream); }
-
-    PayloadLayout layout(const Sync& sync) const override { return layout_of(sync.values); }
 
     void mean(float* out, const Sync& sync, Stream& main) override {
         const uint8_t* means = slots.of(sync.number).means;
@@ -73,15 +78,6 @@ private:
     PayloadLayout layout_of(long n) const { return payload_layout(wire.format, n, workers); }
     PayloadLayout mean_layout_of(long n) const { return mean_payload_layout(wire.format, n, workers); }
 
-    void take_buffers(Slot& slot, long largest) const {
-        const size_t sent = layout_of(largest).bytes, mean = mean_layout_of(largest).bytes;
-        slot.sent = Buffer<uint8_t>(long(sent) * workers);
-        slot.received = Buffer<uint8_t>(long(sent) * workers);
-        slot.means = Buffer<uint8_t>(long(mean) * workers);
-        slot.headers = HostBuffer<PayloadHeader>(workers * (1 + workers));
-        slot.sums = HostBuffer<double>(long(workers) * row_sums(workers));
-    }
-
     // own_payload = the mean of this worker's part, from the received payloads. On the outer stream.
     void encode_mean(const Sync& sync, const uint8_t* received) {
         const PayloadLayout whole = layout(sync), own = mean_layout_of(sync.values).only(me);
@@ -91,19 +87,14 @@ private:
         device::write_mean_headers(own_payload, make_header(sync, whole, me, me, 0), received, whole.bytes,
                                    workers, stream);
         device::clear_padding(own_payload, own, stream);
-        quantize_mean(sync, own, whole.first_of(me));
-    }
-
-    // Piece by piece, because values are rounded with the random bits of their places in the model.
-    // begin: the part's first value in the fragment
-    void quantize_mean(const Sync& sync, const PayloadLayout& own, long begin) {
-        float* residual = owner_feedback.begin(sync.fragment, sync.number, stream);
+        const Source part{own_mean, nullptr, owner_feedback.begin(sync.fragment, sync.number, stream)};
         const Rounding rounding = wire.rounding(me, sync.number, RandomUse::owner_rounding);
+        const long begin = whole.first_of(me);  // the part's first value in the fragment
+        // Piece by piece, because values are rounded with the random bits of their places in the model.
         for (const Piece& piece : pieces[size_t(sync.fragment)]) {
             const long first = std::max(piece.first, begin);
             const long end = std::min(piece.first + piece.count, begin + own.values);
             if (first >= end) { continue; }
-            const Source part{own_mean, nullptr, residual};
             device::quantize(own_payload, own, rounding.at(piece.index + uint64_t(first - piece.first)),
                              first - begin, part.from(first - begin), end - first, stream);
         }

@@ -147,20 +147,15 @@ private:
     // Receives in the order of sending, which is that of the sync numbers and of this worker's due steps.
     std::vector<SyncReport> receive_due(long step, float* local, floatX* params, Stream& main) {
         std::vector<SyncReport> reports;
-        while (!in_flight.empty() && due_step(in_flight.front()) <= step) {
-            reports.push_back(receive(in_flight.front(), local, params, main));
-            in_flight.pop_front();
+        for (; !in_flight.empty() && due_step(in_flight.front()) <= step; in_flight.pop_front()) {
+            const Sync& sync = in_flight.front();
+            SyncReport& report = reports.emplace_back(take(sync, main));
+            if (report.applied()) {
+                report.mean_square = shard.apply(sync, LocalMove::merge, local, params, main);
+            }
+            end(report, main);
         }
         return reports;
-    }
-
-    SyncReport receive(const Sync& sync, float* local, floatX* params, Stream& main) {
-        SyncReport report = take(sync, main);
-        if (report.applied()) {
-            report.mean_square = shard.apply(sync, LocalMove::merge, local, params, main);
-        }
-        end(report, main);
-        return report;
     }
 
     // Waits for a sync, and writes its mean to shard.mean if it is to be applied.
@@ -189,8 +184,7 @@ private:
     SyncReport take_saved(const SavedSync& saved, Stream& main) {
         SyncReport report = saved.report;
         report.due_step = due_step(saved.sync);
-        report.idle_from = main.stamp();
-        report.idle_until = main.stamp();
+        report.idle_from = report.idle_until = main.stamp();
         if (report.applied()) {
             device::copy_to_device(shard.mean.data(), saved.mean.data(), saved.sync.values, main);
         }

@@ -169,7 +169,7 @@ public:
     virtual ~Exchange() = default;
 
     // Where the values of a sync's fragment lie in its payload.
-    virtual PayloadLayout layout(const Sync& sync) const = 0;
+    PayloadLayout layout(const Sync& sync) const { return payload_layout(wire.format, sync.values, parts); }
 
     // Where the caller writes the payload: layout(sync), with the headers, and zeros in the padding blocks of
     // short parts. 64-byte aligned.
@@ -225,9 +225,9 @@ protected:
         Event ready, done;
     };
 
-    // in_flight: the most exchanges at the same time
-    Exchange(const WireOptions& wire, int in_flight, Comm& comm, Stream& stream)
-        : wire(wire), comm(comm), stream(stream), workers(comm.size()),
+    // parts: of a payload   in_flight: the most exchanges at the same time
+    Exchange(const WireOptions& wire, int parts, int in_flight, Comm& comm, Stream& stream)
+        : wire(wire), parts(parts), comm(comm), stream(stream), workers(comm.size()),
           weights(wire.token_weights ? workers : 0), partial(partial_sums(workers)), slots(in_flight) {}
 
     // Enqueues the exchange of a slot on the outer stream.
@@ -237,6 +237,7 @@ protected:
     virtual Headers check(const Sync& sync, const Slot& slot) const = 0;
 
     const WireOptions wire;
+    const int parts;
     Comm& comm;
     Stream& stream;  // the outer one
     const int workers;

@@ -125,8 +125,7 @@ struct Fp32 {
     static constexpr int bits = 32;
     static constexpr bool scaled = false;
 
-    HD static uint32_t encode(float x) { return float_to_bits(x); }
-    HD static uint32_t encode(float x, uint32_t) { return float_to_bits(x); }
+    HD static uint32_t encode(float x, uint32_t /*random*/ = 0) { return float_to_bits(x); }
     HD static float decode(uint32_t code) { return bits_to_float(code); }
 };
 

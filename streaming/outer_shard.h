@@ -109,11 +109,15 @@ public:
         device::clear_padding(payload, layout, main);
         device::set_zero(encoding.data(), encoding_sums, main);
         for (size_t i = 0; i < delta.size(); i++) {
-            const auto [first, count, index] = pieces[size_t(sync.fragment)][i];
+            const Piece& piece = pieces[size_t(sync.fragment)][i];
+            const long first = piece.first, count = piece.count;
             Source source = delta[i];
             source.residual = residual == nullptr ? nullptr : residual + first;
-            add_hash(payload, layout, first, source.values, count, main);
-            device::quantize(payload, layout, rounding.at(index), first, source, count, main);
+            for_each_part(layout, first, count, [&](int part, long begin, long n) {
+                device::add_hash(payload + size_t(part) * layout.bytes, begin,
+                                 source.values + (begin - first), n, main);
+            });
+            device::quantize(payload, layout, rounding.at(piece.index), first, source, count, main);
             device::sum_encoding(encoding, partial, payload, layout, first, source, count, main);
         }
         if (!is_rehearsal(sync)) { state->end_read(sync.fragment, main); }
@@ -125,11 +129,8 @@ public:
     void rehearse_encode(uint8_t* payload, const PayloadLayout& layout, const Sync& sync, double* sums,
                          Stream& main) {
         device::set_zero(mean.data(), sync.values, main);
-        FragmentValues zeros;
-        for (const Piece& piece : pieces[size_t(sync.fragment)]) {
-            zeros.arrays.push_back(mean + piece.first);
-        }
-        encode(payload, layout, sync, 0, 0, zeros - zeros, sums, main);
+        const OuterGradient zeros(pieces[size_t(sync.fragment)].size(), Source{mean.data(), mean.data()});
+        encode(payload, layout, sync, 0, 0, zeros, sums, main);
     }
 
     // ---- receiving
@@ -170,7 +171,7 @@ public:
 
     // Allocates memory for `count` more reports at the same time.
     void reserve_reports(int count) {
-        for (int i = 0; i < count; i++) { host_numbers.push_back(new_host_number()); }
+        for (int i = 0; i < count; i++) { host_numbers.push_back(std::make_shared<HostBuffer<float>>(1)); }
     }
 
     // Fetches ahead the outer state that `step` sends or receives.
@@ -207,26 +208,16 @@ private:
         }
     }
 
-    // Adds the hash of values [first, first + count) of a fragment to the headers of their parts.
-    static void add_hash(uint8_t* payload, const PayloadLayout& layout, long first, const float* values,
-                         long count, Stream& main) {
-        for_each_part(layout, first, count, [&](int part, long begin, long n) {
-            device::add_hash(payload + size_t(part) * layout.bytes, begin, values + (begin - first), n, main);
-        });
-    }
-
     // The squared norm of the first n values of `mean`, in host memory once main has passed this call.
     std::shared_ptr<HostBuffer<float>> mean_square_of(long n, Stream& main) {
         auto unused = std::find_if(host_numbers.begin(), host_numbers.end(),
                                    [](const auto& number) { return number.use_count() == 1; });
-        if (unused == host_numbers.end()) { unused = host_numbers.insert(unused, new_host_number()); }
+        if (unused == host_numbers.end()) {
+            unused = host_numbers.insert(unused, std::make_shared<HostBuffer<float>>(1));
+        }
         device::global_norm_squared(mean_square, mean.data(), n, main);
         device::copy_to_host_later((*unused)->data(), mean_square.data(), 1, main);
         return *unused;
-    }
-
-    static std::shared_ptr<HostBuffer<float>> new_host_number() {
-        return std::make_shared<HostBuffer<float>>(1);
     }
 
     Buffer<float> mean_square{1};

@@ -105,16 +105,6 @@ inline bool is_used(const Fragment& fragment, long step, long H, long overlap) {
     return is_sent(fragment, step, H) || is_due(fragment, step, H, overlap);
 }
 
-// Whether an exchange may be under way during `step`: a fragment was sent before it, and is due at its end or
-// later. Computed from the schedule alone, so that it is the same in a resumed run.
-inline bool is_exchanging(const std::vector<Fragment>& fragments, long step, long H, long overlap) {
-    bool is = false;
-    for (const Fragment& fragment : fragments) {
-        for (long sent = step - overlap; sent < step; sent++) { is |= is_sent(fragment, sent, H); }
-    }
-    return is;
-}
-
 // The number of fragment p's exchange that is sent at `step`. Exchanges are numbered from 0 in the order of
 // (send step, fragment), so the numbers are the same on all workers, whatever their overlaps.
 inline long sync_number(const std::vector<Fragment>& fragments, int p, long step, long H) {
@@ -123,6 +113,12 @@ inline long sync_number(const std::vector<Fragment>& fragments, int p, long step
         number += sends_until(fragments[q], q < p ? step : step - 1, H);
     }
     return number;
+}
+
+// Whether an exchange may be under way during `step`: a fragment was sent before it, and is due at its end or
+// later. Computed from the schedule alone, so that it is the same in a resumed run.
+inline bool is_exchanging(const std::vector<Fragment>& fragments, long step, long H, long overlap) {
+    return sync_number(fragments, 0, step, H) > sync_number(fragments, 0, step - overlap, H);
 }
 
 // The most exchanges in flight at the same time. Within a step sends come before receives.

@@ -256,10 +256,10 @@ void enqueue_batch(const CommRef& comm, const Batch& batch) {
     std::vector<PointRef> after;
     if (comm->last_stream && comm->last_stream != batch.stream) { after.push_back(comm->last_operation); }
     const auto work = [comm, operations = batch.operations] { run_operations(*comm, operations); };
+    comm->unfinished++;
     comm->last_operation = comm->blocking ? enqueue(batch.stream, batch.name, work, after)
                                           : enqueue_for_nccl(batch.stream, work, after);
     comm->last_stream = batch.stream;
-    comm->unfinished++;
 }
 
 // All that a group asks of one communicator, by stream.

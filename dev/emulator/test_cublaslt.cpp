@@ -7,6 +7,7 @@
 #include <cmath>
 #include <thread>
 
+#include "dev/emulator/cublaslt.h"
 #include "dev/emulator/device_array.h"
 
 namespace {
@@ -447,15 +448,17 @@ TEST(CublasLt, RefusesUnknownAttributesWrongSizesAndNoHandle) {
 
 // A collective holds an SM while it waits for others: products have to be cut for the other SMs.
 TEST(CublasLt, RefusesToCutAProductForSmsThatACollectiveHolds) {
-    const auto choose_and_multiply = [](int32_t sms) {
-        Valid call;
+    Valid of_all, of_four, of_three;  // to free one would wait for the collective
+    const auto choose = [](Valid& call, int32_t sms) {
         EXPECT_EQ(cublasLtMatmulDescSetAttribute(call.operation, CUBLASLT_MATMUL_DESC_SM_COUNT_TARGET, &sms,
                                                  sizeof sms),
                   CUBLAS_STATUS_SUCCESS);
         EXPECT_EQ(call.choose(), CUBLAS_STATUS_SUCCESS);
-        return call.multiply();
     };
-    EXPECT_EQ(choose_and_multiply(0), CUBLAS_STATUS_SUCCESS);
+    choose(of_all, 0);
+    choose(of_four, 4);
+    choose(of_three, 3);
+    EXPECT_EQ(of_all.multiply(), CUBLAS_STATUS_SUCCESS);
     ncclUniqueId id;
     ASSERT_EQ(ncclGetUniqueId(&id), ncclSuccess);
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
@@ -464,21 +467,23 @@ TEST(CublasLt, RefusesToCutAProductForSmsThatACollectiveHolds) {
     ASSERT_EQ(ncclCommInitRankConfig(&alone, 1, id, 0, &config), ncclSuccess);
     DeviceArray<float> values(4);
     cudaStream_t stream;
-    ASSERT_EQ(cudaStreamCreate(&stream), cudaSuccess);
+    ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
     ASSERT_EQ(ncclAllReduce(values, values, 4, ncclFloat, ncclSum, alone, stream), ncclSuccess);
-    EXPECT_EQ(choose_and_multiply(0), CUBLAS_STATUS_SUCCESS) << "it waits for nobody";
+    EXPECT_EQ(of_all.multiply(), CUBLAS_STATUS_SUCCESS) << "it waits for nobody";
     ASSERT_EQ(ncclGetUniqueId(&id), ncclSuccess);
     std::thread second([&] { EXPECT_EQ(ncclCommInitRankConfig(&other, 2, id, 1, &config), ncclSuccess); });
     EXPECT_EQ(ncclCommInitRankConfig(&comm, 2, id, 0, &config), ncclSuccess);
     second.join();
-    EXPECT_EQ(choose_and_multiply(0), CUBLAS_STATUS_SUCCESS) << "nothing is under way";
-    ASSERT_EQ(ncclAllReduce(values, values, 4, ncclFloat, ncclSum, comm, stream), ncclSuccess);
-    EXPECT_EQ(choose_and_multiply(0), invalid);
-    EXPECT_EQ(choose_and_multiply(4), invalid) << "all SMs";
-    EXPECT_EQ(choose_and_multiply(3), CUBLAS_STATUS_SUCCESS);
+    EXPECT_EQ(of_all.multiply(), CUBLAS_STATUS_SUCCESS) << "nothing is under way";
+    std::thread waits([&] { ncclAllReduce(values, values, 4, ncclFloat, ncclSum, comm, stream); });
+    while (emulator::sms_of_communicators() == 0) { std::this_thread::yield(); }
+    EXPECT_EQ(of_all.multiply(), invalid);
+    EXPECT_EQ(of_four.multiply(), invalid) << "all SMs";
+    EXPECT_EQ(of_three.multiply(), CUBLAS_STATUS_SUCCESS);
     ncclCommAbort(comm);
+    waits.join();
     ncclCommAbort(other);
-    EXPECT_EQ(choose_and_multiply(0), CUBLAS_STATUS_SUCCESS);
+    EXPECT_EQ(of_all.multiply(), CUBLAS_STATUS_SUCCESS);
     ncclCommAbort(alone);
     EXPECT_EQ(cudaStreamDestroy(stream), cudaSuccess);
 }

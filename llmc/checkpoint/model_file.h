@@ -5,10 +5,10 @@
 #pragma once
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
 #include <string>
 #include <vector>
 
+#include "llmc/arithmetic.h"
 #include "llmc/error.h"
 #include "llmc/file.h"
 #include "llmc/layout.h"
@@ -91,10 +91,7 @@ inline void read_model_values(const ModelFile& model, float* out, long count, in
     }
     std::vector<uint16_t> halves(static_cast<size_t>(count));
     model.file.read(halves.data(), halves.size() * sizeof(uint16_t), offset);
-    for (long i = 0; i < count; i++) {
-        const uint32_t bits = uint32_t(halves[size_t(i)]) << 16;
-        memcpy(&out[i], &bits, sizeof bits);
-    }
+    for (long i = 0; i < count; i++) { out[i] = bits_to_float(uint32_t(halves[size_t(i)]) << 16); }
 }
 
 // The values of a model file of either version, as a flat buffer: (layout.size)

@@ -47,8 +47,7 @@ class StoredState {
 public:
     // UserError if the file is missing, damaged or belongs to another run.
     StoredState(const StoredRun& run, int worker, int rank)
-        : path(run.path(worker, rank)), reader(found(path)),
-          fields(Fields::parse(reader.text("fields"), path)) {
+        : reader(found(run.path(worker, rank))), fields(Fields::parse(reader.text("fields"), reader.path())) {
         const StateIdentity& id = reader.identity();
         const ResumePoint& point = run.point;
         if (id.lineage != point.lineage) {
@@ -67,10 +66,9 @@ public:
     bool has_parameters_as_here() const { return fields.integer("float_bytes") == long(sizeof(floatX)); }
 
     [[noreturn]] void fail(const std::string& what, const std::string& hint) const {
-        throw UserError(path + " " + what + ": " + hint);
+        throw UserError(reader.path() + " " + what + ": " + hint);
     }
 
-    const std::string path;
     const StateReader reader;
     const Fields fields;
 
@@ -221,13 +219,6 @@ inline ShardValues recut_shard(const StoredRun& run, int worker, const RunShape&
 // -----------------------------------------------------------------------------------------------------------
 // The new state
 
-inline Fields new_fields(const StoredState& source, const OuterReshape& outer) {
-    Fields fields = source.fields;
-    fields.set("float_bytes", long(sizeof(floatX)));
-    outer.adapt(fields);
-    return fields;
-}
-
 // In words, a line each.
 inline std::vector<std::string> describe(const StoredState& source, const RunShape& to,
                                          const OuterReshape& outer) {
@@ -278,8 +269,11 @@ inline std::unique_ptr<StateReader> reshape_state(const StoredRun& run, const Ru
     const std::unique_ptr<OuterReshape> outer = outer_reshape(source, to, make);
     ShardValues shard = recut_shard(run, worker, to, *outer);
     outer->adapt(shard);
+    Fields new_fields = source.fields;
+    new_fields.set("float_bytes", long(sizeof(floatX)));
+    outer->adapt(new_fields);
 
-    const std::string fields = new_fields(source, *outer).text(), options = source.reader.text("options");
+    const std::string fields = new_fields.text(), options = source.reader.text("options");
     std::string outliers;  // the same on all ranks of a worker; the first version did not have them
     if (source.reader.has("outliers")) { outliers = source.reader.text("outliers"); }
     std::vector<StateSection> sections = {

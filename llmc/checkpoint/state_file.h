@@ -107,8 +107,7 @@ inline bool is_plausible(const StateIdentity& who) {
 
 inline FileHeader pack(const StateIdentity& who, size_t sections, int64_t file_bytes) {
     FileHeader header{state_magic, state_version, 0, 0, who.worker, who.rank, who.workers, who.ranks};
-    const int64_t step = who.step;
-    memcpy(&header[2], &step, sizeof step);
+    memcpy(&header[2], &who.step, sizeof(int64_t));
     memcpy(&header[8], who.lineage.data(), 16);
     header[12] = int32_t(sections);
     header[13] = who.elastic;
@@ -118,9 +117,7 @@ inline FileHeader pack(const StateIdentity& who, size_t sections, int64_t file_b
 
 inline StateIdentity unpack(const FileHeader& header) {
     StateIdentity who;
-    int64_t step;
-    memcpy(&step, &header[2], sizeof step);
-    who.step = step;
+    memcpy(&who.step, &header[2], sizeof(int64_t));
     who.worker = header[4], who.rank = header[5], who.workers = header[6], who.ranks = header[7];
     who.lineage.assign(reinterpret_cast<const char*>(&header[8]), 16);
     who.elastic = header[13] == 1;

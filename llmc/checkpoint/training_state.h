@@ -23,7 +23,6 @@
 #include <vector>
 
 #include "llmc/buffer.h"
-#include "llmc/checkpoint/checkpointer.h"
 #include "llmc/checkpoint/resume.h"
 #include "llmc/checkpoint/state_file.h"
 #include "llmc/comm.h"

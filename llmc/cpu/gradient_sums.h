@@ -13,15 +13,7 @@ namespace cpu {
 const int rows_of_a_sum = 64;  // rows in one partial sum
 
 // On a GPU one launch adds all sums of a layer; here each function adds its own, so nothing is ever pending.
-struct GradientSums {
-    bool adds = true;  // false: gradients are overwritten
-
-    // Before a micro-step. The first one overwrites the gradients of the step before.   grads: (layout.size)
-    void begin(float* grads, const Layout& layout, bool first, Stream& stream) {
-        adds = !first;
-        if (first) { zero_accumulated_gradients(grads, layout, stream); }
-    }
-
+struct GradientSums : MicroStep {
     void add_pending(Stream&) {}
 
     // to[i] = sum over rows of from[.,i], or += if `adds`. Does nothing if `to` is null.

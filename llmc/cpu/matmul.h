@@ -156,11 +156,9 @@ private:
 
     const Product& product(Kind kind, int N, int C, int OC, bool with_bias = false, bool to_bf16 = false) {
         const std::array<int, 6> key{int(kind), N, C, OC, with_bias, to_bf16};
-        auto found = products.find(key);
-        if (found == products.end()) {
-            found = products.emplace(key, make(kind, N, C, OC, with_bias, to_bf16)).first;
-        }
-        return found->second;
+        Product& p = products[key];
+        if (!p.primitive) { p = make(kind, N, C, OC, with_bias, to_bf16); }
+        return p;
     }
 
     Product make(Kind kind, int N, int C, int OC, bool with_bias, bool to_bf16) {

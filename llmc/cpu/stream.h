@@ -58,10 +58,7 @@ private:
 };
 
 // The time at which a stream came to a point. Copies refer to the same one.
-class Timestamp {
-    friend class Stream;
-    friend double seconds_between(const Timestamp& begin, const Timestamp& end);
-
+struct Timestamp {
     std::shared_ptr<double> moment;  // as now_seconds() says it
 };
 
@@ -112,9 +109,8 @@ public:
 
     // The time at which everything enqueued so far has been done.
     Timestamp stamp() {
-        Timestamp time;
-        time.moment = std::make_shared<double>();
-        enqueue([moment = time.moment] { *moment = now_seconds(); });
+        const Timestamp time{std::make_shared<double>()};
+        enqueue([time] { *time.moment = now_seconds(); });
         return time;
     }
 

@@ -9,7 +9,6 @@
 #pragma once
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 
 #include "llmc/cpu/vector.h"
 

@@ -11,12 +11,7 @@ namespace cuda {
 // Memory of the current device, not initialized. std::bad_alloc if there is not enough.
 inline void* allocate(size_t bytes) {
     void* p = nullptr;
-    const cudaError_t status = cudaMalloc(&p, bytes);
-    if (status == cudaErrorMemoryAllocation) {
-        cudaGetLastError();  // clears it, or the next caller of cudaGetLastError would get it
-        throw std::bad_alloc();
-    }
-    cudaCheck(status);
+    if (failed_with(cudaErrorMemoryAllocation, cudaMalloc(&p, bytes))) { throw std::bad_alloc(); }
     return p;
 }
 

@@ -33,6 +33,14 @@ inline void cudaCheck(cudaError_t error, Site site = Site::here()) {
     throw std::runtime_error(format("%s:%d: CUDA: %s", site.file, site.line, cudaGetErrorString(error)));
 }
 
+// Whether the status is this error, which is then cleared: else the next caller of cudaGetLastError would get
+// it. Throws for any other error.
+inline bool failed_with(cudaError_t error, cudaError_t status, Site site = Site::here()) {
+    if (status == error) { cudaGetLastError(); }
+    if (status != error) { cudaCheck(status, site); }
+    return status == error;
+}
+
 // The shape of a launch: Grid{blocks, threads of a block, bytes of dynamic shared memory, stream}.
 struct Grid {
     Grid(dim3 blocks, dim3 threads, size_t shared_bytes = 0, cudaStream_t stream = nullptr,

@@ -57,16 +57,8 @@ __global__ void add_column_sums_kernel(ColumnSums sums, bool add) {
 }
 
 // The sums of one stream that are not added yet.
-class GradientSums {
+class GradientSums : public MicroStep {
 public:
-    bool adds = true;  // false: gradients are overwritten
-
-    // Before a micro-step. The first one overwrites the gradients of the step before.   grads: (layout.size)
-    void begin(float* grads, const Layout& layout, bool first, Stream& stream) {
-        adds = !first;
-        if (first) { zero_accumulated_gradients(grads, layout, stream); }
-    }
-
     // Memory for a kernel's partial sums, until add_pending().   returns (rows,columns)
     float* partial(long rows, int columns) {
         if (used == long(buffers.size())) { buffers.emplace_back(); }

@@ -12,14 +12,11 @@ namespace cuda {
 struct PinnedMemory {
     static void* take(size_t bytes) {
         void* p = nullptr;
-        const cudaError_t status = cudaMallocHost(&p, bytes);
-        if (status == cudaErrorMemoryAllocation) {
-            cudaGetLastError();  // clears it, or the next caller of cudaGetLastError would get it
+        if (failed_with(cudaErrorMemoryAllocation, cudaMallocHost(&p, bytes))) {
             throw RunError(format("cannot pin %.3g GB of the host's memory: start fewer processes on this "
                                   "machine, leave out --outer-offload, or raise the job's memory limit",
                                   double(bytes) / 1e9));
         }
-        cudaCheck(status);
         memset(p, 0, bytes);
         return p;
     }

@@ -23,14 +23,7 @@ inline EventHandle new_event(unsigned flags) {
 }
 
 // Whether the status that cudaEventQuery or cudaStreamQuery returned says that all is complete.
-inline bool is_complete(cudaError_t status) {
-    if (status == cudaErrorNotReady) {
-        cudaGetLastError();  // clears it, or the next caller of cudaGetLastError would get it
-        return false;
-    }
-    cudaCheck(status);
-    return true;
-}
+inline bool is_complete(cudaError_t status) { return !failed_with(cudaErrorNotReady, status); }
 
 // Blocks the host until `query` reports completion.
 //

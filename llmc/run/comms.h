@@ -9,7 +9,6 @@
 
 #include "llmc/comm.h"
 #include "llmc/device.h"
-#include "llmc/error.h"
 #include "llmc/run/comm_tcp.h"
 #include "llmc/run/world.h"
 #ifdef USE_CUDA

@@ -4,6 +4,7 @@
 #pragma once
 #include <algorithm>
 #include <cstdio>
+#include <filesystem>
 #include <memory>
 #include <string>
 #include <vector>
@@ -19,7 +20,6 @@
 #include "llmc/text/byte_pair_encoder.h"
 #include "llmc/text/dataloader.h"
 #include "llmc/text/eval_set.h"
-#include "llmc/text/sampler.h"
 #include "llmc/text/tokenizer.h"
 
 inline bool is_model_file(const std::string& model) {
@@ -80,17 +80,12 @@ inline void check_shape(const GptShape& shape, const Options& o) {
     }
 }
 
-inline std::string folder_of(const std::string& path) {
-    size_t slash = path.rfind('/');
-    return slash == std::string::npos ? "." : path.substr(0, slash);
-}
-
 // The tokenizer of --tokenizer; else tokenizer.bin beside `path` (training data, or a model); else llm.c's
 // gpt2_tokenizer.bin, unless the model's vocabulary is known to be smaller; else null.
 inline std::unique_ptr<Tokenizer> find_tokenizer(const Options& o, const std::string& path) {
     if (!o.tokenizer.empty()) { return std::make_unique<Tokenizer>(o.tokenizer); }
-    const std::string beside = folder_of(path) + "/tokenizer.bin", llmc = "gpt2_tokenizer.bin";
-    const std::string file = first_that_exists({beside, llmc});
+    const std::string beside = std::filesystem::path(path).replace_filename("tokenizer.bin");
+    const std::string llmc = "gpt2_tokenizer.bin", file = first_that_exists({beside, llmc});
     if (file.empty()) { return nullptr; }
     auto tokenizer = std::make_unique<Tokenizer>(file);
     const int known = is_model_file(o.model) ? read_model_shape(o.model).vocab_size : o.vocab_size;

@@ -27,7 +27,6 @@
 #include "llmc/run/launcher.h"
 #include "llmc/run/options.h"
 #include "llmc/run/process.h"
-#include "llmc/run/store.h"
 #include "llmc/run/world.h"
 
 // Where processes meet; empty: not given.

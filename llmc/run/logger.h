@@ -223,7 +223,7 @@ private:
     // Trims or removes the logs of processes that this run no longer has. (Its processes trim their own
     // logs.) If the run continues, its former processes' logs end at its checkpoint; an earlier run's are
     // removed.
-    static void end_other_logs(const std::string& folder, int processes, const std::optional<LogCut>& cut) {
+    void end_other_logs(const std::string& folder, int processes, const std::optional<LogCut>& cut) {
         for (;; processes++) {
             const std::string path = metrics_path(folder, processes);
             if (!std::filesystem::exists(path)) { return; }
@@ -236,27 +236,19 @@ private:
     }
 
     LogFile open(const std::string& path, const std::optional<LogCut>& cut) {
-        if (cut) {
-            const Kept kept = keep_lines(path, *cut);
-            has_run_line = kept.run_line;
-            seconds_before = kept.seconds;
-        }
+        if (cut) { keep_lines(path, *cut); }
         FILE* file = fopen(path.c_str(), cut ? "ae" : "we");
         if (!file) { fail(path, strerror(errno)); }
         return LogFile(file);
     }
 
-    // What a log that continues begins with.
-    struct Kept {
-        bool run_line = false;
-        double seconds = 0;  // the last time in it
-    };
-
-    // Removes from a log, if there is one, the lines that are not kept, and a last line without an end.
-    static Kept keep_lines(const std::string& path, const LogCut& cut) {
-        Kept kept;
+    // Removes from a log, if there is one, the lines that are not kept, and a last line without an end. Sets
+    // has_run_line and seconds_before: of several logs, those of the last one stay.
+    void keep_lines(const std::string& path, const LogCut& cut) {
+        has_run_line = false;
+        seconds_before = 0;
         std::ifstream log(path, std::ios::binary);
-        if (!log) { return kept; }
+        if (!log) { return; }
         std::string line;
         off_t bytes = 0;
         bool is_cut = false, is_beginning = true;  // is_beginning: truncating is enough, which needs no room
@@ -267,14 +259,13 @@ private:
             }
             is_beginning = !is_cut;
             bytes += off_t(line.size()) + 1;
-            kept.run_line = kept.run_line || line.rfind("{\"type\":\"run\"", 0) == 0;
+            has_run_line = has_run_line || line.rfind("{\"type\":\"run\"", 0) == 0;
             const size_t time = line.find("\"time\":");
-            if (time != std::string::npos) { kept.seconds = strtod(line.c_str() + time + 7, nullptr); }
+            if (time != std::string::npos) { seconds_before = strtod(line.c_str() + time + 7, nullptr); }
         }
         if (log.bad()) { throw RunError("cannot read " + path); }
         if (is_beginning && truncate(path.c_str(), bytes) != 0) { fail(path, strerror(errno)); }
         if (!is_beginning) { write_file(path, [&](OutputFile& file) { copy_kept(file, path, log, cut); }); }
-        return kept;
     }
 
     // A megabyte at a time: a log of weeks has gigabytes.
@@ -355,8 +346,7 @@ public:
     // interval: seconds between two updates that are shown, at least; the first and the last always are.
     StatusLine(FILE* out, bool terminal, double interval)
         : out(out), terminal(terminal), interval(interval) {}
-    StatusLine(const StatusLine&) = delete;
-    StatusLine& operator=(const StatusLine&) = delete;
+    StatusLine& operator=(StatusLine&&) = delete;  // and so no copies
     ~StatusLine() { clear(); }
 
     // Step `step` of `steps` is done.   mfu: model flops utilization, NAN if it is not known

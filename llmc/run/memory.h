@@ -16,7 +16,6 @@
 #include "llmc/layout.h"
 #include "llmc/run/accelerator.h"
 #include "llmc/run/inputs.h"
-#include "llmc/run/launch.h"
 #include "llmc/run/options.h"
 
 // Bytes of one process. On the CPU all of them are the host's.

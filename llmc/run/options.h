@@ -284,9 +284,8 @@ public:
     std::vector<CLI::ConfigItem> from_config(std::istream& in) const override {
         std::vector<CLI::ConfigItem> items = CLI::ConfigTOML::from_config(in);
         auto sets_what_is_fixed = [](const CLI::ConfigItem& item) {
-            const std::vector<std::string> values = item.inputs;
-            return (item.name == "master-weights" && values == std::vector<std::string>{"1"}) ||
-                   (item.name == "fragment-offsets" && values == std::vector<std::string>{""});
+            return (item.name == "master-weights" && item.inputs == std::vector<std::string>{"1"}) ||
+                   (item.name == "fragment-offsets" && item.inputs == std::vector<std::string>{""});
         };
         items.erase(std::remove_if(items.begin(), items.end(), sets_what_is_fixed), items.end());
         return items;

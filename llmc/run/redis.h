@@ -66,19 +66,13 @@ inline RedisAddress parse_redis_url(const std::string& url) {
         rest = rest.substr(at + 1);
     }
     if (!rest.empty() && rest.back() == '/') { rest.pop_back(); }
-    size_t colon = rest.rfind(':');
-    if (!rest.empty() && rest[0] == '[') {
-        const size_t close = rest.find(']');
-        if (close == std::string::npos) { throw wrong(); }
-        address.host = rest.substr(1, close - 1);
-        if (close + 1 < rest.size() && rest[close + 1] != ':') { throw wrong(); }
-        colon = close + 1 < rest.size() ? close + 1 : std::string::npos;
-    } else {
-        address.host = rest.substr(0, colon);
-    }
-    if (colon != std::string::npos) {
-        const std::string port = rest.substr(colon + 1);
-        if (port.empty() || port.size() > 5 || port.find_first_not_of("0123456789") != std::string::npos) {
+    const bool has_brackets = rest[0] == '[';
+    const size_t end = has_brackets ? rest.find(']') + 1 : rest.rfind(':');  // of the host; 0: no ]
+    address.host = has_brackets && end > 0 ? rest.substr(1, end - 2) : rest.substr(0, end);
+    if (end < rest.size()) {
+        const std::string port = rest.substr(end + 1);
+        if (rest[end] != ':' || port.empty() || port.size() > 5 ||
+            port.find_first_not_of("0123456789") != std::string::npos) {
             throw wrong();
         }
         address.port = std::stoi(port);

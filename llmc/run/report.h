@@ -159,9 +159,7 @@ public:
         m.tokens_per_second = double(o.total_batch) / seconds;
         if (peak) { m.mfu = flops_per_token * m.tokens_per_second / (*peak * process.ranks); }
         logger.step(m);
-        measured_steps++;
-        if (measured_steps == 1) { first_seconds = m.seconds; }
-        measured_seconds += m.seconds;
+        if (measured_steps++ > 0) { measured_seconds += m.seconds; }
         if (!speaks() || !std::isfinite(m.loss)) { return; }
         if (!std::isfinite(m.norm)) {
             say(format("step %ld: the gradient is not finite (loss %g): its update is skipped", m.step,
@@ -201,7 +199,7 @@ public:
     void rates(long all) {
         if (sync_bytes.empty() || !speaks()) { return; }
         if (measured_steps < 2 || measured_steps != std::min(11L, all)) { return; }
-        const double seconds = (measured_seconds - first_seconds) / double(measured_steps - 1);
+        const double seconds = measured_seconds / double(measured_steps - 1);
         const int passes = o.diloco.is_elastic() ? o.workers : 1;
         say(::rates(fragments, sync_bytes, o.diloco.inner_steps, o.diloco.overlap, seconds, passes));
         if (stop_overlap) { say(time_to_stop(fragments, o.diloco.inner_steps, *stop_overlap, seconds)); }
@@ -256,5 +254,5 @@ private:
     const double flops_per_token;          // of the model
     const std::optional<double> peak;  // flops per second of one GPU's matmuls, if known
     long measured_steps = 0;               // by this process, since it started
-    double measured_seconds = 0, first_seconds = 0;
+    double measured_seconds = 0;           // of these, without the first
 };

@@ -121,8 +121,7 @@ inline bool is_private_host(const std::string& host) {
 inline std::string host_of_endpoint(const std::string& endpoint) {
     const size_t begin = endpoint.rfind("http://", 0) == 0 ? 7 : endpoint.rfind("https://", 0) == 0 ? 8 : 0;
     const std::string rest = endpoint.substr(begin);
-    const size_t end =
-        !rest.empty() && rest[0] == '[' ? rest.find(']') + 1 : std::min(rest.find(':'), rest.size());
+    const size_t end = rest[0] == '[' ? rest.find(']') + 1 : std::min(rest.find(':'), rest.size());
     const std::string host = rest.substr(0, end), port = end < rest.size() ? rest.substr(end + 1) : "1";
     const bool is_port = !port.empty() && port.find_first_not_of("0123456789") == std::string::npos;
     if (begin == 0 || host.empty() || rest.find_first_of("/@?# ") != std::string::npos || !is_port) {

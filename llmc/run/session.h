@@ -26,7 +26,6 @@
 #include "llmc/run/comms.h"
 #include "llmc/run/fingerprint.h"
 #include "llmc/run/inputs.h"
-#include "llmc/run/launch.h"
 #include "llmc/run/logger.h"
 #include "llmc/run/memory.h"
 #include "llmc/run/options.h"
@@ -55,12 +54,6 @@ inline bool has_begun(const Options& o) {
            std::any_of(names.begin(), names.end(), [](auto& name) { return bool(state_named(name)); });
 }
 
-inline void make_folder(const std::string& folder) {
-    std::error_code error;
-    std::filesystem::create_directories(folder, error);
-    if (error) { throw UserError("cannot write into " + folder + " (" + error.message() + "): correct -o"); }
-}
-
 // If -o is there, process 0 locks it until it ends: a second start of the same run must not write into its
 // files. Elastic workers may be started again while they run, and take their own place.
 inline void lock_folder(const Options& o, const Process& process) {
@@ -80,7 +73,12 @@ inline void lock_folder(const Options& o, const Process& process) {
 // Before the logs, which truncate old files. Returns -o.
 inline const std::string& made_and_locked(const Options& o, Process& process) {
     process.check_together("lock", [&] {
-        if (!o.output.empty()) { make_folder(checkpoint_folder(o, process)); }
+        const std::string folder = checkpoint_folder(o, process);
+        std::error_code error;
+        if (!folder.empty()) { std::filesystem::create_directories(folder, error); }
+        if (error) {
+            throw UserError("cannot write into " + folder + " (" + error.message() + "): correct -o");
+        }
         lock_folder(o, process);
     });
     return o.output;

@@ -49,8 +49,7 @@ public:
             if (before[i].sa_handler != SIG_IGN) { sigaction(stop_signals[i], &action, nullptr); }
         }
     }
-    StopRequest(const StopRequest&) = delete;
-    StopRequest& operator=(const StopRequest&) = delete;
+    StopRequest& operator=(StopRequest&&) = delete;  // and so no copies
     ~StopRequest() {
         for (size_t i = 0; i < stop_signals.size(); i++) { sigaction(stop_signals[i], &before[i], nullptr); }
     }

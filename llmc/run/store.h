@@ -95,8 +95,7 @@ public:
         sigaddset(&pipe, SIGPIPE);
         pthread_sigmask(SIG_BLOCK, &pipe, &before);
     }
-    NoSigpipe(const NoSigpipe&) = delete;
-    NoSigpipe& operator=(const NoSigpipe&) = delete;
+    NoSigpipe& operator=(NoSigpipe&&) = delete;  // and so no copies
     ~NoSigpipe() {
         const timespec now = {0, 0};
         while (!was_pending && sigtimedwait(&pipe, nullptr, &now) == SIGPIPE) {}

@@ -65,25 +65,19 @@ public:
     }
 
     // Watches the host during this object's life. `what` it does, for the message. One at a time.
-    class Watch {
-    public:
+    struct Watch {
         Watch(Watchdog& dog, const std::string& what) : dog(dog) { dog.set(what); }
         ~Watch() { dog.set(""); }
         Watch(const Watch&) = delete;
-
-    private:
         Watchdog& dog;
     };
 
     // Within a Watch: during this object's life the host works alone, and takes the time that it needs. (The
     // other processes wait for it, as long as the time limit says.)
-    class Alone {
-    public:
+    struct Alone {
         explicit Alone(Watchdog& dog) : dog(dog) { dog.stop_the_clock(true); }
         ~Alone() { dog.stop_the_clock(false); }
         Alone(const Alone&) = delete;
-
-    private:
         Watchdog& dog;
     };
 

@@ -39,32 +39,16 @@ inline long environment_number(const char* name) {
 
 // The same, or 0 if the variable is missing.
 inline int number_or_zero(const char* name) {
-    return name && getenv(name) ? int(environment_number(name)) : 0;
-}
-
-// The names of a program's variables; the local ones may be missing.
-struct WorldVariables {
-    const char *rank, *size, *local_rank, *local_size;
-};
-
-inline World read_world(const char* program, const WorldVariables& names, const std::string& job) {
-    return {program, environment_number(names.rank), environment_number(names.size),
-            number_or_zero(names.local_rank), number_or_zero(names.local_size), job};
-}
-
-// Without --rdzv-id all runs have the same id, but each run on a machine has its own port.
-inline std::string torchrun_job() {
-    const std::string id = environment("TORCHELASTIC_RUN_ID"), port = environment("MASTER_PORT");
-    return id.empty() || port.empty() ? id : id + "." + port;
+    return getenv(name) ? int(environment_number(name)) : 0;
 }
 
 // A SLURM step, if it has several tasks or as many as a run of `expected` processes.
 inline std::optional<World> find_slurm_step(long expected) {
     const bool has_step = getenv("SLURM_STEP_NUM_TASKS");
-    World step = read_world(
-        "srun",
-        {"SLURM_PROCID", has_step ? "SLURM_STEP_NUM_TASKS" : "SLURM_NTASKS", "SLURM_LOCALID", nullptr},
-        environment("SLURM_JOB_ID") + "." + environment("SLURM_STEP_ID"));
+    World step = {"srun", environment_number("SLURM_PROCID"),
+                  environment_number(has_step ? "SLURM_STEP_NUM_TASKS" : "SLURM_NTASKS"),
+                  number_or_zero("SLURM_LOCALID"), 0,
+                  environment("SLURM_JOB_ID") + "." + environment("SLURM_STEP_ID")};
     const bool has_nodes = getenv("SLURM_STEP_NUM_NODES");
     if (number_or_zero(has_nodes ? "SLURM_STEP_NUM_NODES" : "SLURM_NNODES") == 1) {
         step.local_size = step.size;
@@ -78,17 +62,20 @@ inline std::optional<World> find_slurm_step(long expected) {
 // on: so SLURM comes last, and only a step number and several tasks mean srun.
 inline std::optional<World> find_world(long expected) {
     if (getenv("RANK") && getenv("WORLD_SIZE") && getenv("LOCAL_RANK")) {
-        return read_world("torchrun", {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"},
-                          torchrun_job());
+        // Without --rdzv-id all runs have the same id, but each run on a machine has its own port.
+        const std::string id = environment("TORCHELASTIC_RUN_ID"), port = environment("MASTER_PORT");
+        return World{"torchrun", environment_number("RANK"), environment_number("WORLD_SIZE"),
+                     number_or_zero("LOCAL_RANK"), number_or_zero("LOCAL_WORLD_SIZE"),
+                     id.empty() || port.empty() ? id : id + "." + port};
     }
     if (getenv("OMPI_COMM_WORLD_RANK") && getenv("OMPI_COMM_WORLD_SIZE")) {
-        return read_world("mpirun",
-                          {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
-                           "OMPI_COMM_WORLD_LOCAL_SIZE"},
-                          environment("PMIX_NAMESPACE"));
+        return World{"mpirun", environment_number("OMPI_COMM_WORLD_RANK"),
+                     environment_number("OMPI_COMM_WORLD_SIZE"), number_or_zero("OMPI_COMM_WORLD_LOCAL_RANK"),
+                     number_or_zero("OMPI_COMM_WORLD_LOCAL_SIZE"), environment("PMIX_NAMESPACE")};
     }
     if (getenv("PMI_RANK") && getenv("PMI_SIZE") && getenv("MPI_LOCALRANKID")) {  // MPICH's, Intel MPI's
-        return read_world("mpirun", {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"}, "");
+        return World{"mpirun", environment_number("PMI_RANK"), environment_number("PMI_SIZE"),
+                     number_or_zero("MPI_LOCALRANKID"), number_or_zero("MPI_LOCALNRANKS"), ""};
     }
     if (getenv("SLURM_PROCID") && getenv("SLURM_STEP_ID") && getenv("SLURM_NTASKS")) {
         return find_slurm_step(expected);

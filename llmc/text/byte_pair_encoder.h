@@ -36,9 +36,11 @@ public:
     std::vector<int> encode(std::string_view text) const {
         check_utf8(text);
         std::vector<int> tokens;
+        auto encode_one = [&](std::string_view piece) { encode_piece(piece, tokens); };
         for (size_t at = 0;;) {
             const size_t end = text.find(end_of_text_bytes, at);
-            encode_document(text.substr(at, end - at), tokens);
+            const std::string_view document = text.substr(at, end - at);
+            pattern ? pattern->cut(document, encode_one) : encode_one(document);  // without: nothing to merge
             if (end == text.npos) { return tokens; }
             tokens.push_back(end_of_text);
             at = end + end_of_text_bytes.size();
@@ -75,11 +77,6 @@ private:
                 throw UserError(format("the prompt is not UTF-8 (byte %zu): convert it with iconv", at));
             }
         }
-    }
-
-    void encode_document(std::string_view text, std::vector<int>& tokens) const {
-        if (!pattern) { return encode_piece(text, tokens); }  // nothing is ever merged
-        pattern->cut(text, [&](std::string_view piece) { encode_piece(piece, tokens); });
     }
 
     // O(n log n), since a prompt may be one long word.

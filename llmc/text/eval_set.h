@@ -61,7 +61,7 @@ public:
     }
 
     // i: at least 0 and less than size()
-    EvalExample example(long i) const { return parse(read_words(i, begins[i], begins[i + 1]), i); }
+    EvalExample example(long i) const { return read(i, begins[i], begins[i + 1]); }
 
 private:
     static constexpr int most_examples = 65536;  // an index is a uint16
@@ -103,7 +103,7 @@ private:
         begins.push_back(at);
         for (long i = 0; i < count; i++) {
             const int64_t bytes = example_bytes(i, at);
-            const size_t sequence = parse(read_words(i, at, at + bytes), i).longest_sequence();
+            const size_t sequence = read(i, at, at + bytes).longest_sequence();
             if (sequence > longest) {
                 longest = sequence;
                 longest_at = i;
@@ -138,15 +138,11 @@ private:
         return start[1];
     }
 
-    // The words of an example after its length.
-    Words read_words(long i, int64_t begin, int64_t end) const {
-        const int64_t skipped = 2 * sizeof(uint16_t);
-        std::vector<uint16_t> words(size_t(end - begin - skipped) / sizeof(uint16_t));
-        file.read(words.data(), words.size() * sizeof(uint16_t), begin + skipped);
-        return {*this, i, std::move(words)};
-    }
-
-    EvalExample parse(Words words, long i) const {
+    // The example at the bytes [begin, end).
+    EvalExample read(long i, int64_t begin, int64_t end) const {
+        const int64_t skipped = 2 * sizeof(uint16_t);  // its start and its length
+        Words words{*this, i, std::vector<uint16_t>(size_t(end - begin - skipped) / sizeof(uint16_t))};
+        file.read(words.words.data(), words.words.size() * sizeof(uint16_t), begin + skipped);
         const int index = words.next("its index");
         if (index != i) { fail(i, format("its index is %d", index)); }
         EvalExample example;

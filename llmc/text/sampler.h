@@ -20,12 +20,8 @@ struct Sampling {
 
 // The index of the largest logit; of equal ones, the first. NaN counts only if all logits are NaN.
 inline int likeliest_token(const float* logits, int n) {
-    int largest = 0;
-    for (int i = 1; i < n; i++) {
-        const bool first_number = std::isnan(logits[largest]) && !std::isnan(logits[i]);
-        if (logits[i] > logits[largest] || first_number) { largest = i; }
-    }
-    return largest;
+    auto is_less = [](float a, float b) { return a < b || (std::isnan(a) && !std::isnan(b)); };
+    return int(std::max_element(logits, logits + n, is_less) - logits);
 }
 
 // exp((logit - the largest) / temperature): probabilities before they are divided by their sum. 0 for a logit

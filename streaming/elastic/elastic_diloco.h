@@ -131,13 +131,7 @@ public:
     }
 
     void take_snapshot(Stream& copies) override {
-        LogPlace place{log->generation(), log->positions(), {}};
-        std::vector<long> syncs;
-        for (int p = 0; p < schedule.fragments(); p++) {
-            syncs.push_back(schedule.sync(p, place.positions[size_t(p)]));
-            place.sent.push_back(shard.feedback.is_in_flight(syncs.back()));
-        }
-        snapshot().begin(place, syncs, tokens_at_send, copies);
+        snapshot().begin({log->generation(), log->positions(), {}}, schedule, tokens_at_send, copies);
     }
 
     void collect_in_flight(Stream&) override {}  // it is in the store

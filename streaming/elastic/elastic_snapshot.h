@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "llmc/state.h"
+#include "streaming/elastic/sync_log_records.h"
 #include "streaming/snapshot.h"
 
 // Where in the sync log a worker is.
@@ -25,17 +26,18 @@ public:
           residuals_before(add_array("residuals_before", sender.count())) {}
 
     // Starts the copies. The previous snapshot must have been written or abandoned.
-    // syncs: the next one of each fragment
-    void begin(const LogPlace& new_place, const std::vector<long>& syncs,
+    // new_place: without `sent`, which this adds
+    void begin(const LogPlace& new_place, const SyncSchedule& schedule,
                const std::vector<uint64_t>& tokens_at_send, Stream& copies) {
         DilocoSnapshot::begin({}, tokens_at_send, copies);
         place = new_place;
         fields.set("log.generation", place.generation);
-        for (int p = 0; p < int(syncs.size()); p++) {
+        for (int p = 0; p < schedule.fragments(); p++) {
+            const long next = schedule.sync(p, place.positions[size_t(p)]);
+            place.sent.push_back(sender.is_in_flight(next));
             fields.set("log.position." + std::to_string(p), place.positions[size_t(p)]);
-            fields.set("log.sent." + std::to_string(p), place.sent[size_t(p)] ? 1 : 0);
-            if (!place.sent[size_t(p)]) { continue; }
-            sender.save_before(p, syncs[size_t(p)], residuals_before.values, copies);
+            fields.set("log.sent." + std::to_string(p), place.sent.back() ? 1 : 0);
+            if (place.sent.back()) { sender.save_before(p, next, residuals_before.values, copies); }
         }
         end_copies(copies);
     }

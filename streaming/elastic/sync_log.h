@@ -66,7 +66,9 @@ public:
     void check_generation(const StoreAnswer& answer);
 
     // A checkpoint with these positions is on the disk, and survives a crash.
-    void checkpointed(const std::vector<long>& positions);
+    void checkpointed(const std::vector<long>& positions) {
+        ask_later({StoreRequest::put, key("durable"), std::to_string(me.worker), numbers(positions)});
+    }
 
     std::vector<long> positions() const {
         std::vector<long> positions;
@@ -212,7 +214,6 @@ private:
 
     // A sync, on the trainer's side (sync_log_turns.h)
     LogTurn take_turn(long step, double now);
-    void keep_time(bool waits, double now);
     bool is_due(long sync) const;
     int ready() const;
     // Whether it knows what others have sent, so that a newcomer takes no step before it jumps to theirs.
@@ -230,9 +231,17 @@ private:
     std::string folder(const char* what, long sync) const { return key(what + ("/" + std::to_string(sync))); }
     bool needs_store(const Slot& slot, double now) const;
     void serve(Slot& slot);
-    Slot* find(long sync);
+    Slot* find(long sync) {
+        Slot& slot = slots[size_t(schedule.fragment(sync))];
+        return slot.sync == sync ? &slot : nullptr;
+    }
+    // A handler finds its slot by the sync, since the slot may have moved on to its next sync.
     template <class Then>
-    Handler with_slot(long sync, Then then);
+    Handler with_slot(long sync, Then then) {
+        return [this, sync, then](const StoreAnswer& answer, double now) {
+            if (Slot* slot = find(sync)) { then(*slot, answer, now); }
+        };
+    }
     void send(Slot& slot);
     void write_line(Slot& slot, const LogLine& line, Slot::Own own, const std::string& payload = "");
     std::vector<std::string> lacking(const Slot& slot, Presence::Which of = Presence::at_work) const;
@@ -243,9 +252,7 @@ private:
     void listen_to_lines(Slot& slot);
     void settle(Slot& slot, const StandingLines& standing);
     // Lets send() repeat the line, and the chunks that slot.chunks does not count.
-    void send_again(Slot& slot) {
-        slot.own = slot.own == Slot::sent ? Slot::sending : Slot::abstaining;
-    }
+    void send_again(Slot& slot) { slot.own = slot.own == Slot::sent ? Slot::sending : Slot::abstaining; }
     void look(Slot& slot);
     void take_lines(Slot& slot, const Listing& texts);
     size_t chunk_of(size_t bytes) const { return bytes <= options.in_line ? bytes : options.chunk; }
@@ -263,7 +270,7 @@ private:
     void take_entry(Slot& slot, const std::string& text);
     void refuse(const std::string& folder, const std::string& name, const std::string& text);
     void diverge(const Slot& slot);
-    void diverge();
+    void diverge() { stop(format("the global parameters of worker %d are not those of the run", me.worker)); }
     void fetch_payloads(Slot& slot);
     void take_chunk(Slot& slot, size_t i, size_t at, const StoreAnswer& answer);
     void take_known_payloads(Slot& slot);
@@ -272,7 +279,7 @@ private:
     void look_around(bool beside_payload);
     void look_for_readers(bool is_last, double now);
     void look_at_wants();
-    void note_wants(const Listing& wants, const Listing& offers, const Listing& givers, double now);
+    void note_wants(const Listing& wants, const Listing& offers, Listing& givers, double now);
     bool in_bucket() const { return options.in_line > 0; }
     bool gives(const std::string& want) const { return giving && giving->want == want; }
     bool has_written(const std::string& giver) const;
@@ -318,7 +325,10 @@ private:
     long newest_decided(const Slot& slot) const { return schedule.index(slot.sync) - (slot.entry ? 0 : 1); }
     void sweep_syncs(const std::string& folder, const std::vector<long>& oldest);
     void sweep_snapshots();
-    void remove_snapshot(const std::string& want);
+    void remove_snapshot(const std::string& want) {
+        for (const char* what : {"want", "giver", "offer"}) { add_removal(key(what), want); }
+        add_removal(key("snapshot/" + want));
+    }
 
     static constexpr double long_ago = -1e300;
     static constexpr long to_begin = -1, nobody_to_give = -2, no_room = -3;  // in waits_told, not of a sync
@@ -351,7 +361,7 @@ private:
 
     std::vector<Slot> slots;  // by fragment
     long step = 0;
-    bool has_begun = false;  // it has a place in the run; keep_time() keeps the next two
+    bool has_begun = false;  // it has a place in the run; turn() keeps the next two
     long began_step = 0;
     double began_at = 0, waits_since = 0;
     long newest_sent = -1, newest_open = -1;  // the newest sync that this worker, that any worker has sent

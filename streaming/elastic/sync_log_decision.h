@@ -87,7 +87,7 @@ public:
             if (is_of_now && is_alive(one.who)) { note_life(seen.at(one.who.worker), one.who); }
         }
         for (auto& [worker, one] : seen) {
-            const bool had_promised = keeps_promises(one) && promise_of(one) <= sync && is_alive(one);
+            const bool had_promised = keeps_promise(one, sync);
             if (!entry.knows(worker)) {
                 if (had_promised && one.state == State::in_time) {
                     one.state = State::late;
@@ -201,8 +201,7 @@ private:
         return begins && one.beat.promise == LogBeat::catches_up ? one.first : one.beat.promise;
     }
     bool is_waited_for(const Seen& one, long sync, double stands_since, double now) const {
-        return is_alive(one) && keeps_promises(one) && promise_of(one) <= sync &&
-               debt_of(one, stands_since, now) <= most_debt;
+        return keeps_promise(one, sync) && debt_of(one, stands_since, now) <= most_debt;
     }
     // The cost of earlier standstills that is not paid back yet. Syncs that are due at once share one
     // standstill, so that each of them may have the whole grace.
@@ -211,8 +210,8 @@ private:
         return std::max(0.0, cost - (now - one.charged_at) / 50);
     }
     static bool is_charged_in(const Seen& one, double stands_since) { return stands_since < one.charged_at; }
-    static bool keeps_promises(const Seen& one) {
-        return promise_of(one) >= 0 && one.missed < promise_of(one);
+    bool keeps_promise(const Seen& one, long sync) const {  // to be in time for this sync
+        return works(one) && promise_of(one) <= sync && one.missed < promise_of(one);
     }
 
     void note_life(Seen& one, const Incarnation& who) {

@@ -200,8 +200,7 @@ struct LogEntry {
 // It is waited for from the sync on that it promises, until it breaks the promise.
 struct LogBeat {
     static constexpr long catches_up = -1, needs_snapshot = -2, ends = -3;
-    static constexpr long nothing =
-        std::numeric_limits<long>::max();  // it has not yet shown that it keeps pace
+    static constexpr long nothing = std::numeric_limits<long>::max();  // it has not shown that it keeps pace
 
     int incarnation = 0;
     long count = 0;

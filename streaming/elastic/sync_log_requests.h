@@ -78,10 +78,6 @@ inline void SyncLog::check_generation(const StoreAnswer& answer) {
     }
 }
 
-inline void SyncLog::checkpointed(const std::vector<long>& positions) {
-    ask_later({StoreRequest::put, key("durable"), std::to_string(me.worker), numbers(positions)});
-}
-
 // -----------------------------------------------------------------------------------------------------------
 // Asking: what goes out together
 

@@ -65,14 +65,12 @@ inline void SyncLog::look_at_wants() {
         });
 }
 
-inline void SyncLog::note_wants(const Listing& wants, const Listing& offers, const Listing& givers,
-                                double now) {
+inline void SyncLog::note_wants(const Listing& wants, const Listing& offers, Listing& givers, double now) {
     std::map<std::string, Wanted> still;
     for (const auto& [want, reason] : wants) {
         if (Incarnation::parse(want).worker == me.worker || offers.count(want)) { continue; }
         const auto known = wanted.find(want);
-        const auto giver = givers.find(want);
-        const std::string text = giver == givers.end() ? "" : giver->second;
+        const std::string& text = givers[want];  // "": nobody has claimed it
         const bool is_same = known != wanted.end() && known->second.giver == text;
         still[want] = is_same ? known->second : Wanted{now, text};
         // Before this worker's trainer had its turn, another worker took over and began.
@@ -448,9 +446,4 @@ inline void SyncLog::sweep_snapshots() {
         }
         for (const std::string& want : *there) { remove_snapshot(want); }
     });
-}
-
-inline void SyncLog::remove_snapshot(const std::string& want) {
-    for (const char* what : {"want", "giver", "offer"}) { add_removal(key(what), want); }
-    add_removal(key("snapshot/" + want));
 }

@@ -61,8 +61,7 @@ inline void SyncLog::register_start() {
 }
 
 inline LogBase SyncLog::base() const {
-    LogBase base;
-    base.positions = positions();
+    LogBase base{positions(), {}};
     for (const Slot& slot : slots) { base.hashes.push_back(slot.hash); }
     return base;
 }

@@ -25,21 +25,6 @@ inline void SyncLog::serve(Slot& slot) {
     }
 }
 
-inline SyncLog::Slot* SyncLog::find(long sync) {
-    for (Slot& slot : slots) {
-        if (slot.sync == sync) { return &slot; }
-    }
-    return nullptr;
-}
-
-// A handler finds its slot by the sync, since the slot may have moved on to its next sync.
-template <class Then>
-SyncLog::Handler SyncLog::with_slot(long sync, Then then) {
-    return [this, sync, then](const StoreAnswer& answer, double now) {
-        if (Slot* slot = find(sync)) { then(*slot, answer, now); }
-    };
-}
-
 // The line goes out with the last chunk; over a bucket it holds a small payload.
 inline void SyncLog::send(Slot& slot) {
     const LogShard::Encoded* encoded = shard.encoded(slot.sync);
@@ -438,10 +423,6 @@ inline void SyncLog::diverge(const Slot& slot) {
         return fall_behind("began with global parameters that are not the run's");
     }
     diverge();
-}
-
-inline void SyncLog::diverge() {
-    stop(format("the global parameters of worker %d are not those of the run", me.worker));
 }
 
 // Asks for about as many bytes as one chunk holds.

@@ -8,9 +8,17 @@
 inline LogTurn SyncLog::turn(long step, double now) {
     const LogTurn said = take_turn(step, now);
     const bool waits = said.kind == LogTurn::wait;
-    keep_time(waits, now);
-    const double soon = std::max(look_earliest, now + pause());
-    if (waits && !is_waiting) { look_around_at = std::min(look_around_at, soon); }
+    // Keeps began_at so that the steps since began_step took the time since began_at, without the waits.
+    if (waits && !is_waiting) {
+        waits_since = now;
+        look_around_at = std::min(look_around_at, std::max(look_earliest, now + pause()));
+    } else if (!waits && !has_begun) {
+        has_begun = true;
+        began_step = step;
+        began_at = now;
+    } else if (!waits && is_waiting) {
+        began_at += now - waits_since;
+    }
     is_waiting = waits;
     return said;
 }
@@ -63,19 +71,6 @@ inline LogTurn SyncLog::take_turn(long step, double now) {
     return {LogTurn::go_on};
 }
 
-// Keeps began_at so that the steps since began_step took the time since began_at, without the waits.
-inline void SyncLog::keep_time(bool waits, double now) {
-    if (!has_begun && !waits) {
-        has_begun = true;
-        began_step = step;
-        began_at = now;
-    } else if (waits && !is_waiting) {
-        waits_since = now;
-    } else if (!waits && is_waiting) {
-        began_at += now - waits_since;
-    }
-}
-
 inline bool SyncLog::is_due(long sync) const {
     const long send_step = schedule.send_step(sync);
     return is_finishing ? rules.is_of_run(send_step, step) : send_step + options.overlap <= step;
@@ -86,9 +81,7 @@ inline int SyncLog::ready() const {
     const Slot* first = nullptr;
     for (const Slot& slot : slots) {
         const bool may_be = is_due(slot.sync) || slot.own == Slot::none;
-        if (slot.is_fetched() && may_be && (first == nullptr || slot.sync < first->sync)) {
-            first = &slot;
-        }
+        if (slot.is_fetched() && may_be && (first == nullptr || slot.sync < first->sync)) { first = &slot; }
     }
     return first == nullptr ? -1 : int(first - slots.data());
 }
