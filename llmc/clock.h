@@ -15,7 +15,7 @@ class Phase {
 public:
     explicit Phase(const char* name) { nvtxRangePushA(name); }
     ~Phase() { nvtxRangePop(); }
-    Phase& operator=(Phase&&) = delete;  // and so no copies
+    Phase& operator=(Phase&&) = delete;  // which also rules out copies
 };
 #else
 struct Phase {

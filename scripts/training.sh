@@ -2,7 +2,8 @@
 # Shared by all run scripts, which source this file from the folder of the program: it turns the environment
 # and the .toml of the run into options of the program. A mistake ends the script with one line.
 #     RUN          gpt2_124M (the default), gpt2_350M, gpt2_774M, gpt2_1558M or gpt3_125M: a .toml beside this
-#     CONFIG       another file of options, named after its RUN; its total-batch is that of all workers
+#     CONFIG       another file of options; RUN is then its name without .toml, unless it is set. Its total-batch
+#                  is a step's of all workers
 #     TRAIN_DATA, VAL_DATA   token shards (default: the file's)
 #     TOKENS       in a step of all workers, a multiple of all GPUs x BATCH x the length of a sequence
 #                  (default: the file's)

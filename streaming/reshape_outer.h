@@ -59,7 +59,8 @@ inline DilocoOptions saved_options(const SavedState& state) {
     o.outer_momentum = saved.typed_real("outer-momentum");
     o.outer_format = saved.word("outer-dtype");
     o.outer_exchange = saved.word("outer-exchange");
-    o.outer_error_feedback = saved.word("outer-error-feedback") != "false";
+    const std::string feedback = saved.word("outer-error-feedback");  // earlier versions saved what was typed
+    o.outer_error_feedback = feedback != "false" && feedback != "0" && feedback != "off";
     return o;
 }
 

@@ -143,11 +143,21 @@ def read_if_good(path):
         return None
 
 
+def first_good_log(folder):
+    """read_lines() of the lowest process whose log has a step: of elastic workers any may be missing."""
+    mistakes = []
+    for path in sorted(folder.glob("metrics*.jsonl")) or [folder / log_name(0)]:
+        try:
+            return read_lines(path, unfinished=True)
+        except UserError as error:
+            mistakes.append(error)
+    raise mistakes[0]
+
+
 def read_logs(folder, unfinished=False):
     """read_lines() of each process that the run had at its end. Elastic workers that never came, or that did not
     finish where others did, are left out with a warning."""
-    first_path = min(folder.glob("metrics*.jsonl"), default=folder / log_name(0))
-    first = read_lines(first_path, unfinished=True)
+    first = first_good_log(folder)
     run = (first["run"] + first["resume"])[-1]
     paths = [folder / log_name(process) for process in range(run["workers"] * run["ranks"])]
     if run.get("options", {}).get("outer-transport") != "store":

@@ -308,10 +308,8 @@ private:
         Verdict verdict = agree(key, own, 1, who);
         forget_keys(who.step);
         if (verdict.is_whole) {
-            if (process.rank == 0) {
-                own = attempt([&] { files.write_done(who); });
-                written.done = own.is_whole;
-            }
+            written.done = process.rank == 0;
+            if (written.done) { own = attempt([&] { files.write_done(who); }); }
             verdict = agree(key + "/done", own, process.ranks, who);
         }
         announce(who, own, verdict, written);
@@ -343,13 +341,13 @@ private:
             model_stays = job.is_last;
         };
         if (job.is_last) { write_model(); }
+        written.state = true;  // even if it fails: a file may have got its name before a folder's sync failed
         try {
             write_state(files.state(step), job.identity, job.sections(), [&] { check(); }, write_model);
         } catch (...) {
             if (written.model && !model_stays) { unlink(files.model(step).c_str()); }
             throw;
         }
-        written.state = true;
         untold.insert(step);
         written.seconds = now_seconds() - start;
     }

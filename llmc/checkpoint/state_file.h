@@ -177,7 +177,7 @@ inline void write_state(OutputFile& file, const StateIdentity& who, const std::v
 }
 
 // Writes the state file `path`. Throws a RunError if the disk fails. If it, `check` or `before_named` throws,
-// `path` is unchanged.   before_named: see write_file
+// `path` is unchanged, unless only the folder's sync failed.   before_named: see write_file
 inline void write_state(const std::string& path, const StateIdentity& who,
                         const std::vector<StateSection>& sections,
                         const std::function<void()>& check = [] {},
@@ -196,7 +196,8 @@ inline std::optional<StateIdentity> peek_identity(const std::string& path) {
 }
 
 // Reads a state file. The constructor checks header, table and size, verify() the whole file. A file that
-// cannot be read, is damaged or is of another kind is a UserError that names it.
+// cannot be read, is damaged or is of another kind is a UserError that names it; a disk or a system that
+// cannot open it for now, a RunError.
 class StateReader : public SavedState {
 public:
     explicit StateReader(const std::string& path) : file(path, checkpoint_hint()) {

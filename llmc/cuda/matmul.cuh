@@ -206,7 +206,7 @@ private:
 
     // For any pointers that multiply() takes.
     Plan make_plan(Kind kind, cublasLtEpilogue_t epilogue, const Key& key) const {
-        const auto [_, N, C, OC, __, for_sms] = key;
+        const auto [kind_number, N, C, OC, epilogue_number, for_sms] = key;
         const cudaDataType_t type = bf16 ? CUDA_R_16BF : CUDA_R_32F;
         Plan plan;
         const char* names[] = {"forward", "backward_inp", "backward_weight"};

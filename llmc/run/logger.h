@@ -346,7 +346,7 @@ public:
     // interval: seconds between two updates that are shown, at least; the first and the last always are.
     StatusLine(FILE* out, bool terminal, double interval)
         : out(out), terminal(terminal), interval(interval) {}
-    StatusLine& operator=(StatusLine&&) = delete;  // and so no copies
+    StatusLine& operator=(StatusLine&&) = delete;  // which also rules out copies
     ~StatusLine() { clear(); }
 
     // Step `step` of `steps` is done.   mfu: model flops utilization, NAN if it is not known

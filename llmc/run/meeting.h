@@ -34,27 +34,29 @@ public:
     // Returns the run's id. UserError if two processes claim one place; TemporaryFailure if processes are
     // missing, or the store is away, after the time limit, or if an earlier start of the run still trains.
     std::string meet() {
-        claim_place();
-        while (true) {
+        for (bool has_claimed = false;;) {
             std::vector<std::string> missing;
             try {
+                if (!has_claimed) { claim_place(); }
+                has_claimed = true;
                 missing = index == 0 ? gather() : answer();
                 if (missing.empty()) { return id; }
             } catch (const RunError& error) {  // the store may come back
                 if (patience.is_over()) { throw TemporaryFailure(error.what()); }
+                missing = {std::string("the store (") + error.what() + ")"};
             }
             wait_for(missing);
         }
     }
 
     // Tells a process that has claimed this one's place since the last call that the place is taken. Returns
-    // whether there was one.   trains: this process has met the others long ago
+    // whether there was one.   trains: this process has met the others
     bool refuse_rival(bool trains = false) {
         std::optional<std::string> holder = store.try_get(join_key(index));
         if (!holder) { claim_place(); }  // a process that was refused has withdrawn its claim
         if (!holder || *holder == nonce || *holder == last_rival) { return false; }
-        last_rival = *holder;
         store.set("refused/" + *holder, trains ? still_runs : claim(index));
+        last_rival = *holder;
         return true;
     }
 

@@ -223,8 +223,8 @@ inline OptionTable option_table(Options& o) {
         {"--fragment-layers", &o.diloco.fragment_layers,
          "Layers in a fragment (0: everything in one: classic DiLoCo)", Scope::run, at_least_0},
         {"--fragment-pattern", &o.diloco.fragment_pattern,
-         "strided (each takes every n-th layer of n fragments), sequential, or balanced: as many fragments, "
-         "about equally large", Scope::run, one_of({"strided", "sequential", "balanced"})},
+         "strided (of n fragments, each takes every n-th layer), sequential, or balanced: as many, of about "
+         "equal size", Scope::run, one_of({"strided", "sequential", "balanced"})},
         {"--overlap", &o.diloco.overlap, "tau: steps from the sending of a fragment to the merge of its mean",
          Scope::worker},
         {"--local-weight", &o.diloco.local_weight, "alpha: weight of the local parameters in the merge",

@@ -64,8 +64,8 @@ struct Process {
     std::string name() const { return name(worker, rank); }
     std::string member(int i) const { return name(first_worker + i / ranks, i % ranks); }
 
-    // Returns when all processes of the run are there. UserError when some are missing after `timeout`, or
-    // when two claim the same place.
+    // Returns when all processes of the run are there. TemporaryFailure when some are missing after
+    // `timeout`, UserError when two claim the same place.
     void meet() {
         const bool uses_url = gives_way || (!meeting_point && job_folder.empty() && size() > 1);
         if (waits_for_store && uses_url) { wait_for_store(store_url, timeout, rank == 0); }

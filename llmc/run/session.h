@@ -174,8 +174,10 @@ struct Session {
     // Starts the logs, and prints what this run is.   matmul, exchanges: text for people
     void announce(const Inputs& in, const std::vector<double>& fragment_offsets, const std::string& matmul,
                   const std::string& exchanges) {
-        const bool may_have_a_folder = process.index() == 0 || report.speaks();  // of its own
-        if (may_have_a_folder && !options.output.empty()) { write_config(folder + "/config.toml"); }
+        const std::string config = folder + "/config.toml";
+        // A worker that was started by itself may have a folder of its own, or share process 0's.
+        const bool writes = process.index() == 0 || (report.speaks() && !std::filesystem::exists(config));
+        if (writes && !options.output.empty()) { write_config(config); }
         logger.run({process.worker, process.rank, options.workers, options.ranks, in.layout.values,
                     options.resolved, in.steps, fragment_offsets},
                    resumed.step);
@@ -194,7 +196,9 @@ struct Session {
         const std::string what = name + (std::isnan(loss) ? " is not a number: " : " is infinite: ");
         const CheckpointFolder files(folder, process);
         std::set<long> good;
-        if (!options.output.empty()) { good = files.whole_steps(resumed.lineage); }
+        try {
+            if (!options.output.empty()) { good = files.whole_steps(resumed.lineage); }
+        } catch (const RunError& error) { throw RunError(what + error.what()); }
         good.erase(good.lower_bound(step), good.end());
         if (good.empty()) {
             throw RunError(what +

@@ -49,7 +49,7 @@ public:
             if (before[i].sa_handler != SIG_IGN) { sigaction(stop_signals[i], &action, nullptr); }
         }
     }
-    StopRequest& operator=(StopRequest&&) = delete;  // and so no copies
+    StopRequest& operator=(StopRequest&&) = delete;  // which also rules out copies
     ~StopRequest() {
         for (size_t i = 0; i < stop_signals.size(); i++) { sigaction(stop_signals[i], &before[i], nullptr); }
     }

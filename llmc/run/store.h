@@ -95,7 +95,7 @@ public:
         sigaddset(&pipe, SIGPIPE);
         pthread_sigmask(SIG_BLOCK, &pipe, &before);
     }
-    NoSigpipe& operator=(NoSigpipe&&) = delete;  // and so no copies
+    NoSigpipe& operator=(NoSigpipe&&) = delete;  // which also rules out copies
     ~NoSigpipe() {
         const timespec now = {0, 0};
         while (!was_pending && sigtimedwait(&pipe, nullptr, &now) == SIGPIPE) {}

@@ -205,7 +205,7 @@ struct LogBeat {
     int incarnation = 0;
     long count = 0;
     long promise = catches_up;  // the first sync that it will be in time for
-    long newest = -1;           // the newest sync that it has sent
+    long newest = -1;           // the newest sync that it has sent, or applied after a restart or a snapshot
 
     std::string text() const { return format("%d %ld %ld %ld", incarnation, count, promise, newest); }
     static LogBeat parse(const std::string& text) {

@@ -270,7 +270,7 @@ def test_a_run_of_a_users_own_toml_is_named_after_it(script, tokens, tmp_path, s
 
 
 def test_the_loop_that_the_readme_shows_restarts_a_site_until_it_is_done(tmp_path):
-    loop, = re.findall(r"^    (until .*)$", (MULTI_NODE / "README.md").read_text(), re.M)
+    loop, = re.findall(r"^    (for start .*)$", (MULTI_NODE / "README.md").read_text(), re.M)
     assert "sleep 30" in loop
     site = tmp_path / "scripts/multi_node/run_site.sh"
     site.parent.mkdir(parents=True)
@@ -280,6 +280,9 @@ def test_the_loop_that_the_readme_shows_restarts_a_site_until_it_is_done(tmp_pat
         (tmp_path / "statuses").write_text(f"1\n75\n1\n{last}\n99\n")
         subprocess.run(["bash", "-c", loop.replace("sleep 30", "true")], cwd=tmp_path, timeout=60)
         assert (tmp_path / "statuses").read_text() == "99\n"
+    (tmp_path / "statuses").write_text("1\n" * 150)
+    subprocess.run(["bash", "-c", loop.replace("sleep 30", "true")], cwd=tmp_path, timeout=60)
+    assert (tmp_path / "statuses").read_text() == "1\n" * 50
 
 
 def test_a_toml_is_read_with_comments_another_system_s_line_ends_and_an_unended_last_line(

@@ -130,16 +130,16 @@ def test_documents_begin_with_the_end_of_text_token(tmp_path):
 
 def test_each_line_of_a_jsonl_file_is_a_document(tmp_path):
     lines = tmp_path / "mine.jsonl"
-    rows = [{"text": "one\r\nline"}, {"id": 2, "text": "two<|endoftext|>halves"}, {"text": "caf\xe9 \ud800!"}]
+    rows = [{"text": "one\r\nline\rends"}, {"id": 2, "text": "two<|endoftext|>halves"}, {"text": "caf\xe9 \ud800!"}]
     lines.write_text("\n".join([*map(json.dumps, rows), "", ""]))
     plain = tmp_path / "plain.txt"
     plain.write_text("plain")
     made("--text", lines, plain, "--out", tmp_path / "out", "--validation", 0)
-    expected = ["one\nline", "two", "halves", "caf\xe9 \ufffd!", "plain"]
+    expected = ["one\nline\nends", "two", "halves", "caf\xe9 \ufffd!", "plain"]
     assert [*filter(None, documents(tmp_path / "out", "train"))] == [text.encode() for text in expected]
     for bad in ("{", "[1]", '{"txt": "x"}', '{"text": 3}', "null"):
         lines.write_text(json.dumps(rows[0]) + "\n" + bad + "\n")
-        assert "mine.jsonl line 2 is no JSON object with a text" in failed("--text", lines, "--out", tmp_path / "bad")
+        assert "mine.jsonl line 2 is not a JSON object whose field" in failed("--text", lines, "--out", tmp_path / "bad")
         assert not (tmp_path / "bad").exists()
 
 
