@@ -308,8 +308,11 @@ private:
         Verdict verdict = agree(key, own, 1, who);
         forget_keys(who.step);
         if (verdict.is_whole) {
-            written.done = process.rank == 0;
-            if (written.done) { own = attempt([&] { files.write_done(who); }); }
+            if (process.rank == 0) {
+                own = attempt([&] { files.write_done(who); });
+                std::error_code gone;  // it may be there even if its folder's sync has failed
+                written.done = std::filesystem::is_regular_file(files.done(who.step), gone);
+            }
             verdict = agree(key + "/done", own, process.ranks, who);
         }
         announce(who, own, verdict, written);
