@@ -131,7 +131,7 @@ COMMANDS = {
     r"scripts/fetch_offline_deps.sh DIR|bash scripts/setup.sh --offline DIR.*": Covered("test_build.py"),
     r"make DEPS_HOME=.*": Covered("test_build.py"),
     r"(.* )?gdb --args build/.*": Needs("a person at gdb"),
-    r"(?:gdb --args )?(\./train_gpt_cpu .*) --worker (\d) --store \S+ --timeout 100000":  # without gdb
+    r"(?:gdb --args )?(\./train_gpt_cpu .*) --worker (\d) --store \S+ --timeout 9999":  # without gdb
         Try(r"\1 --worker 0", beside=r"\1 --worker 1", environment=MEET),
     r"for start in .*; do scripts/multi_node/run_site.sh; .*": Covered("test_run_scripts.py"),
 
