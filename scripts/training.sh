@@ -11,7 +11,8 @@
 #     OUT          folder for logs and checkpoints
 
 PROGRAM=${PROGRAM:-./train_gpt} # ./train_gpt_cpu where there is no GPU; set OMP_NUM_THREADS then
-RUN=${RUN:-$(basename "${CONFIG:-gpt2_124M}" .toml)}
+name=${CONFIG:-gpt2_124M} name=${name##*/}
+RUN=${RUN:-${name%.toml}}
 CONFIG=${CONFIG:-scripts/$RUN.toml}
 
 fail() {

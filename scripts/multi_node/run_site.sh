@@ -15,7 +15,8 @@ set -euo pipefail
 WORKERS=${WORKERS:-2}
 WORKER=${WORKER:-} # this site, from 0
 RANKS=${RANKS:-8}
-RUN=${RUN:-$(basename "${CONFIG:-gpt2_124M}" .toml)}
+name=${CONFIG:-gpt2_124M} name=${name##*/}
+RUN=${RUN:-${name%.toml}}
 OUT=${OUT:-log/$RUN-worker$WORKER}
 INTERFACE=${INTERFACE:-wg0} # WireGuard's: what the workers exchange is not encrypted by itself
 TIMEOUT=${TIMEOUT:-600} # seconds to wait for the other sites to be started, or to answer
