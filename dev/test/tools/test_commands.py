@@ -19,7 +19,7 @@ import pytest
 from conftest import ROOT, TRAINER
 
 HELP_FILES = ["Makefile", "dev/dev.mk", "dev/break/fuzz/fuzz.mk"]
-PROGRAMS = ("make bash sh for python python3 gdb nsys ncu perf git cd pip export sudo sbatch srun salloc mpirun torchrun ssh "
+PROGRAMS = ("make bash sh python python3 gdb nsys ncu perf git cd pip export sudo sbatch srun salloc mpirun torchrun ssh "
             "scp curl wget wg redis-server redis-cli")
 COMMAND = re.compile(rf"(?:\w+=\S* )*(?:{'|'.join(PROGRAMS.split())}|(?:\./|\.venv/|dev/|data/|scripts/|build/)[\w./-]*\w)"
                      r"(?= |$)")
@@ -133,7 +133,6 @@ COMMANDS = {
     r"(.* )?gdb --args build/.*": Needs("a person at gdb"),
     r"(?:gdb --args )?(\./train_gpt_cpu .*) --worker (\d) --store \S+ --timeout 9999":  # without gdb
         Try(r"\1 --worker 0", beside=r"\1 --worker 1", environment=MEET),
-    r"for start in .*; do scripts/multi_node/run_site.sh; .*": Covered("test_run_scripts.py"),
 
     # make
     r"make|make setup|make train_gpt_cpu": Try(),
