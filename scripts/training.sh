@@ -46,7 +46,7 @@ TRAIN_DATA=${TRAIN_DATA:-$(setting train-data)}
 VAL_DATA=${VAL_DATA:-$(setting val-data)}
 TOKENS=${TOKENS:-$(setting total-batch)}
 BATCH=${BATCH:-$(setting batch)}
-OUT=${OUT:-log/$RUN}
+OUT=${OUT:-log/$RUN${out_suffix:-}} # a script may give each worker or job its own
 numbers TOKENS BATCH
 compgen -G "$TRAIN_DATA" >/dev/null || fail "no file matches $TRAIN_DATA: set TRAIN_DATA to your token shards"
 

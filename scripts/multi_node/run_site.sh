@@ -15,9 +15,7 @@ set -euo pipefail
 WORKERS=${WORKERS:-2}
 WORKER=${WORKER:-} # this site, from 0
 RANKS=${RANKS:-8}
-name=${CONFIG:-gpt2_124M} name=${name##*/}
-RUN=${RUN:-${name%.toml}}
-OUT=${OUT:-log/$RUN-worker$WORKER}
+out_suffix=-worker$WORKER
 INTERFACE=${INTERFACE:-wg0} # WireGuard's: what the workers exchange is not encrypted by itself
 TIMEOUT=${TIMEOUT:-600} # seconds to wait for the other sites to be started, or to answer
 [ -f scripts/training.sh ] ||
