@@ -16,7 +16,7 @@ from conftest import ROOT, command, write_shard
 TRAINER = ROOT / "build" / "plain" / "train_gpt"
 NAMES = [f"worker {worker} rank {rank}" for worker in range(2) for rank in range(2)]
 # Two fragments. A step has five operations inside a worker: two blocks' gradients, the norm, two blocks'
-# parameters. Before step 1 come five more, and the rehearsal of an exchange between the workers.
+# parameters. Before step 1 come two rehearsals of a step, and one of an exchange between the workers.
 OPTIONS = {"--layers": 1, "--heads": 1, "--channels": 64, "-t": 16, "-b": 1, "-x": 5, "--timeout": 40,
            "--workers": 2, "--ranks": 2, "-H": 5, "--overlap": 4, "--fragment-layers": 1}
 LONG = {"-x": 100000}
@@ -80,29 +80,29 @@ class Together:
 
 # Process 1 (worker 0 rank 1) is rank 1 inside its worker and rank 0 between the workers, process 2 (worker 1
 # rank 0) the other way round: so the rank in a fault says in which communicator it strikes. With one worker
-# only the watchdog sees a hang; with two, another worker's wait for an exchange has an end before that.
+# only the watchdog sees a hang; with two, another worker's wait for an exchange usually ends before that.
 # name: (victim, fault, options, steps that are done by then, what the survivors say)
 FAULTS = {
     "dies while the ranks of its worker join": (2, "kill:0:0", LATE, "none", NAMES[2]),
     "dies while the workers join": (1, "kill:0:0", LATE, "none", NAMES[1]),
     "dies in the first collectives": (2, "kill:0:2", {}, "none", NAMES[2]),
-    "dies in the validation before step 1": (2, "kill:0:8", {"-v": 3}, "none", NAMES[2]),
+    "dies in the validation before step 1": (2, "kill:0:13", {"-v": 3}, "none", NAMES[2]),
     "dies in the first exchange": (1, "kill:0:1", {}, "none", NAMES[1]),
-    "dies in a step": (2, "kill:0:33", LONG, "some", NAMES[2]),
+    "dies in a step": (2, "kill:0:38", LONG, "some", NAMES[2]),
     "dies in an exchange under a step": (1, "kill:0:3", LONG, "some", NAMES[1]),
     "dies in the last exchange": (1, "kill:0:3", {}, "all", NAMES[1]),
-    "dies in its last operation": (2, "kill:0:32", SOON, "all", NAMES[2]),
+    "dies in its last operation": (2, "kill:0:37", SOON, "all", NAMES[2]),
     "dies in the first collectives, over TCP": (2, "kill:0:2", TCP, "none", NAMES[2]),
-    "dies in a step, over TCP": (2, "kill:0:33", {**LONG, **TCP}, "some", NAMES[2]),
-    "dies in a step, silently": (2, "kill:0:33", {**LONG, **LATE}, "some", f"{NAMES[2]} has died"),
+    "dies in a step, over TCP": (2, "kill:0:38", {**LONG, **TCP}, "some", NAMES[2]),
+    "dies in a step, silently": (2, "kill:0:38", {**LONG, **LATE}, "some", f"{NAMES[2]} has died"),
     "dies in an exchange, silently": (1, "kill:0:3", {**LONG, **LATE}, "some", f"{NAMES[1]} has died"),
-    "fails in a step": (2, "error:0:33", LONG, "some", NAMES[2]),
-    "hangs in a step": (2, "hang:0:33", {**LONG, **SOON}, "some", "waited 8 s"),
+    "fails in a step": (2, "error:0:38", LONG, "some", NAMES[2]),
+    "hangs in a step": (2, "hang:0:38", {**LONG, **SOON}, "some", "waited "),  # the exchange's 8 s, or 16 s
     "hangs in an exchange": (1, "hang:0:3", {**LONG, **SOON}, "some", "waited 8 s"),
     "of one worker hangs while it joins": (1, "hang:1:0", ONE, "none", "connection of the processes to"),
     "of one worker hangs in the first collectives": (1, "hang:1:2", ONE, "none", "the first collectives to"),
-    "of one worker hangs in the validation": (1, "hang:1:6", {"-v": 3, **ONE}, "none", "evaluation before step 1 to"),
-    "of one worker hangs in a step": (1, "hang:1:33", {**LONG, **ONE}, "some", "to finish: another"),
+    "of one worker hangs in the validation": (1, "hang:1:11", {"-v": 3, **ONE}, "none", "evaluation before step 1 to"),
+    "of one worker hangs in a step": (1, "hang:1:38", {**LONG, **ONE}, "some", "to finish: another"),
 }
 
 
