@@ -15,7 +15,7 @@
 #                  These four can be interrupted and resumed, and stop by themselves after 40 to 120 minutes
 #                  (ARGUMENTS="--minutes 60"): the same command continues. --quick: a trial of each in minutes,
 #                  whose report is build/NAME.md, not dev/results/NAME.md; REPORT=FILE: elsewhere.
-# make clean       removes what was built; make clean-runs: what interrupted benchmarks continue from
+# make clean       removes what was built; make clean-runs: the unfinished runs from which benchmarks resume
 # Developers' targets (emulated kernels, sanitizers, fuzzing, chaos, mutation, ...) are in dev/dev.mk.
 CXX = g++
 SHELL = /bin/bash

@@ -22,15 +22,19 @@ TEST_HEADERS = $(wildcard dev/test/*.h dev/test/unit/*.h dev/test/unit/*/*.h dev
 UNIT_ROOMS = $(sort $(notdir $(patsubst %/,%,$(dir $(wildcard dev/test/unit/*/test_*.cpp)))))
 UNIT_TESTS = $(UNIT_ROOMS:%=build/unit/%.o)
 
-test_gpt_cpu: test_gpt.cu train_gpt.cu $(HEADERS) $(TEST_HEADERS) Makefile dev/dev.mk build/options_cpu | dependencies
+test_gpt_cpu: test_gpt.cu train_gpt.cu $(HEADERS) $(TEST_HEADERS) Makefile dev/dev.mk build/options_cpu build/options_unit | dependencies
 	$(CXX) $(CXXFLAGS) -x c++ $< -o $@ $(LDLIBS)
 
 # Most unit tests take longer to compile than to run. For gdb: make build/unit_tests UNIT_OPTIMIZE="-O0 -g"
 UNIT_OPTIMIZE ?= -O1
+build/options_unit: always
+	@mkdir -p build
+	@echo "$(UNIT_OPTIMIZE)" | cmp -s - $@ || echo "$(UNIT_OPTIMIZE)" >$@
+
 build/unit/%.o: private OPTIMIZE_CPU = $(UNIT_OPTIMIZE)
 test_gpt_cpu build/encode: private OPTIMIZE_CPU = $(UNIT_OPTIMIZE)
 $(foreach room,$(UNIT_ROOMS),$(eval build/unit/$(room).o: $(wildcard dev/test/unit/$(room)/test_*.cpp)))
-build/unit/%.o: $(HEADERS) $(TEST_HEADERS) Makefile dev/dev.mk build/options_cpu | dependencies
+build/unit/%.o: $(HEADERS) $(TEST_HEADERS) Makefile dev/dev.mk build/options_cpu build/options_unit | dependencies
 	@mkdir -p $(@D)
 	printf '#include "%s"\n' dev/test/unit/$*/test_*.cpp | $(CXX) $(CXXFLAGS) -x c++ -c - -o $@
 
@@ -38,7 +42,7 @@ build/unit_tests: $(UNIT_TESTS)
 	$(CXX) $(CXXFLAGS) $^ -o $@ -lgtest_main -lgtest $(LDLIBS)
 
 # Encodes texts, for test_encode.py.
-build/encode: dev/test/encode.cpp $(HEADERS) Makefile build/options_cpu | dependencies
+build/encode: dev/test/encode.cpp $(HEADERS) Makefile build/options_cpu build/options_unit | dependencies
 	@mkdir -p build
 	$(CXX) $(CXXFLAGS) $< -o $@ $(DEPS_LINK) $(if $(HAS_PCRE2),-lpcre2-8)
 
@@ -242,14 +246,14 @@ build/matmul_rate: dev/bench/matmul_rate.cpp llmc/clock.h Makefile build/options
 	@mkdir -p build
 	$(CXX) $(CXXFLAGS) $< -o $@ $(LDLIBS)
 
-build/bench_formats: dev/bench/bench_formats.cpp $(HEADERS) Makefile
+build/bench_formats: dev/bench/bench_formats.cpp $(HEADERS) Makefile build/options_cpu | dependencies
 	@mkdir -p build
 	$(CXX) $(CXXFLAGS) $< -o $@ -lpthread
 
 build/deltas/model_00000120.bin: | train_gpt_cpu
 	.venv/bin/python data/prepare.py --tokenizer bytes --out build/deltas/text
 	./train_gpt_cpu -i 'build/deltas/text/*_train_*.bin' -o build/deltas -e d6 --layers 4 --channels 128 \
-	    -t 64 -b 8 -l 1e-3 -u 20 -x 120 -n 60 -v 0 -s 0
+	    -t 64 -b 8 -l 1e-3 -u 20 -x 120 -n 60 -v 0 -s 0 -y 1
 
 # PyTorch, to compare with: a few GB, in an environment of its own.
 .venv-peers/done: requirements-peers.txt

@@ -22,10 +22,10 @@ fail() {
 
 # The value of an option in CONFIG.
 setting() {
-    local line space='[[:space:]]*' value='("([^"]*)"|([^"#[:space:]]*))'
+    local line space='[[:space:]]*' value="(\"([^\"]*)\"|'([^']*)'|([^\"'#[:space:]]*))"
     while IFS= read -r line || [ -n "$line" ]; do
         if [[ $line =~ ^$space$1$space=$space$value$space(\#.*)?$ ]]; then
-            echo "${BASH_REMATCH[2]}${BASH_REMATCH[3]}"
+            echo "${BASH_REMATCH[2]}${BASH_REMATCH[3]}${BASH_REMATCH[4]}"
         fi
     done <"$CONFIG"
 }

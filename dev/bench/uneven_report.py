@@ -361,7 +361,8 @@ SECTIONS = {"bits": bits_section, "costs": costs_section, "far": far_section, "l
 
 
 def setting_text(arguments, runs):
-    text = (f"`make bench-uneven`, {machine()}, {datetime.date.today()}: {len(runs)} runs, "
+    seeds = "" if arguments.seeds == arguments.scale.seeds else f' ARGUMENTS="--seeds {arguments.seeds}"'
+    text = (f"`make bench-uneven{seeds}`, {machine()}, {datetime.date.today()}: {len(runs)} runs, "
             f"{sum(one['seconds'] for one in runs) / 60:.0f} minutes.")
     cores = [one["cores"] for one in runs if one["options"]["shares"]]
     if cores:

@@ -73,12 +73,26 @@ def sends_fp32(run):
 
 def waited(run, worker):
     """(seconds, fraction of the training time) of the rank that waited longest."""
-    end = max((p.end for p in run.of_worker(worker)), key=lambda end: end["waited_seconds"])
-    return end["waited_seconds"], end["waited_seconds"] / end["train_seconds"]
+    seconds, process = max(((sum(line["waited_seconds"] for line in p.syncs), p) for p in run.of_worker(worker)),
+                           key=lambda one: one[0])
+    return seconds, seconds / sum(line["seconds"] for line in process.steps)
+
+
+def tokens_by_step(run):
+    """{step: tokens that all workers trained on in it}, from the lines that each process wrote as a rank 0. (The
+    counter `tokens` continues from another worker's where a resume adds workers, or begins at 0 again.)"""
+    found = {}
+    for lines in run.logs:
+        ranks = [(line.get("step", 0), line["rank"]) for line in lines["run"] + lines["resume"]]
+        for line in lines["step"]:
+            if [rank for begin, rank in ranks if begin < line["step"]][-1] == 0:
+                count = round(line["tokens_per_second"] * line["seconds"])
+                found[line["step"]] = found.get(line["step"], 0) + count
+    return dict(sorted(found.items()))
 
 
 def tokens(run):
-    return sum(run.of_worker(worker)[0].steps[-1]["tokens"] for worker in run.worker_numbers)
+    return sum(tokens_by_step(run).values())
 
 
 def tokens_per_second(run):
@@ -101,7 +115,7 @@ def ratio_text(more, less):
     if more == 0 or less == 0:
         return "-"
     ratio = more / less
-    return f"{ratio:.{1 if ratio < 10 else 0}f}x"
+    return f"{ratio:.2g}x" if ratio < 1 else f"{ratio:.{1 if ratio < 10 else 0}f}x"
 
 
 def loss_text(loss, first):

@@ -202,6 +202,8 @@ def read_tokenizer_json(path, tokenizer):
 
 def open_tokenizer(name):
     """The tokenizer that --tokenizer names, with the content of its tokenizer.json."""
+    if name != "gpt2" and Path(name).is_dir():
+        name = Path(name) / "tokenizer.bin"
     tokenizer = gpt2_tokenizer() if name == "gpt2" else read_tokenizer(Path(name))
     beside = Path(name).with_name("tokenizer.json")
     if name != "gpt2" and beside.exists():
@@ -241,7 +243,7 @@ def parse_options(arguments):
     options = parser.parse_args(arguments)
     if (options.tokenizer is None) != options.no_tokenizer:
         raise UserError("a model file does not record how its text became tokens: give --tokenizer FILE (the "
-                        f"tokenizer.bin beside the training data), {MODEL_ALONE}")
+                        f"tokenizer.bin beside the training data, or its folder), {MODEL_ALONE}")
     is_empty = options.out.is_dir() and not any(options.out.iterdir())
     if not options.out.name or os.path.lexists(options.out) and not is_empty:
         raise UserError(f"{options.out} exists: give the name of a new folder")

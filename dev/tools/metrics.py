@@ -100,6 +100,7 @@ class Run:
     ranks: int
     parameters: int
     processes: list  # a ProcessLog each: worker 0's ranks, worker 1's ranks, ...
+    logs: list       # read_lines() of these, and of processes that it had before it was resumed with fewer
     is_finished: bool = True
 
     @property
@@ -176,6 +177,13 @@ def read_logs(folder, unfinished=False):
     return list(finished.values())
 
 
+def former_logs(folder, processes):
+    """read_lines() of the processes that a run had before it was resumed with fewer."""
+    numbers = range(processes, processes + len(list(folder.glob("metrics_*.jsonl"))))
+    return [lines for path in map(folder.joinpath, map(log_name, numbers))
+            if path.exists() and (lines := read_if_good(path))]
+
+
 def end_so_far(lines):
     """What an `end` line would say, of a run that goes on or was stopped."""
     return {"train_seconds": sum(line["seconds"] for line in lines["step"]),
@@ -194,8 +202,9 @@ def read_run(folder, unfinished=False):
         processes.append(ProcessLog(place["worker"], place["rank"], lines["step"], lines["eval"], lines["sync"],
                                     (lines["end"] or [end_so_far(lines)])[0], lines["hellaswag"]))
     is_finished = all(lines["end"] for lines in logs)
+    former = former_logs(folder, last["workers"] * last["ranks"])
     return Run(folder.resolve().name, last["workers"], last["ranks"], logs[0]["run"][0]["parameters"], processes,
-               is_finished)
+               [*logs, *former], is_finished)
 
 
 def read_runs(folders):

@@ -22,7 +22,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from compare import bytes_by_step, bytes_sent, hellaswag_accuracy, peak, size_text, validation_loss
+from compare import bytes_by_step, bytes_sent, hellaswag_accuracy, peak, size_text, tokens_by_step, validation_loss
 from metrics import Parser, Run, UserError, exit_status, read_runs, require
 
 require("matplotlib")
@@ -56,13 +56,8 @@ class Drawn:
 def step_places(run, x):
     """{step: x}, from worker 0's first process, and for tokens from all workers."""
     if x == "tokens":
-        logs = [{line["step"]: line["tokens"] for line in run.of_worker(worker)[0].steps}
-                for worker in run.worker_numbers]
-        places, counts = {0: 0}, [0] * len(logs)
-        for step in logs[0]:  # in a step that an elastic worker skips, it has the tokens that it had before
-            counts = [log.get(step, count) for log, count in zip(logs, counts)]
-            places[step] = sum(counts)
-        return places
+        counts = tokens_by_step(run)
+        return dict(zip([0, *counts], itertools.accumulate(counts.values(), initial=0)))
     lines = run.processes[0].steps
     begin = lines[0]["time"] - lines[0]["seconds"]
     return {0: 0, **{line["step"]: line["step"] if x == "step" else line["time"] - begin for line in lines}}
@@ -190,7 +185,7 @@ def draw_cosines(axes, one):
 
 def waits(run, worker):
     """(steps, seconds so far) of the rank whose total wait is longest."""
-    process = max(run.of_worker(worker), key=lambda one: one.end["waited_seconds"])
+    process = max(run.of_worker(worker), key=lambda one: sum(line["waited_seconds"] for line in one.syncs))
     seconds = itertools.accumulate(line["waited_seconds"] for line in process.syncs)
     return [line["apply_step"] for line in process.syncs], list(seconds)
 

@@ -177,7 +177,8 @@ class ProcessView:
         """By the log's times if there are two steps, so that evaluations and checkpoints are included."""
         recent = self.last_minute()
         if len(recent) > 1 and recent[-1]["time"] > recent[0]["time"]:
-            return (recent[-1]["tokens"] - recent[0]["tokens"]) / (recent[-1]["time"] - recent[0]["time"])
+            tokens = sum(line["tokens_per_second"] * line["seconds"] for line in recent[1:])  # `tokens` may begin anew
+            return tokens / (recent[-1]["time"] - recent[0]["time"])
         return self.steps[-1]["tokens_per_second"] if self.steps else None
 
     def step_seconds(self):

@@ -92,6 +92,7 @@ private:
 constexpr int metrics_version = 2;
 
 struct RunMetrics {
+    std::string host, device;  // names
     int worker = 0, rank = 0, workers = 1, ranks = 1;
     long parameters = 0;
     std::vector<std::pair<std::string, std::string>> options;  // name and value
@@ -161,10 +162,11 @@ public:
         } else {
             line.field("type", "run").field("version", metrics_version);
         }
-        line.field("time", seconds()).field("unix_time", unix_seconds()).field("worker", m.worker)
-            .field("rank", m.rank).field("workers", m.workers).field("ranks", m.ranks)
-            .field("parameters", m.parameters).field("steps", m.steps)
-            .field("fragment_offsets", m.fragment_offsets).field("options", options);
+        line.field("time", seconds()).field("unix_time", unix_seconds()).field("host", m.host)
+            .field("device", m.device).field("worker", m.worker).field("rank", m.rank)
+            .field("workers", m.workers).field("ranks", m.ranks).field("parameters", m.parameters)
+            .field("steps", m.steps).field("fragment_offsets", m.fragment_offsets)
+            .field("options", options);
         write(line);
     }
 

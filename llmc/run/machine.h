@@ -7,13 +7,17 @@
 #include <fstream>
 #include <string>
 
-// The host name and the boot's id, which tell machines and containers apart.
-inline std::string machine_name() {
+inline std::string host_name() {
     char host[256] = "";
     gethostname(host, sizeof host - 1);
+    return host;
+}
+
+// The host name and the boot's id, which tell machines and containers apart.
+inline std::string machine_name() {
     std::string boot;
     std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
-    return std::string(host) + "/" + boot;
+    return host_name() + "/" + boot;
 }
 
 // The cores that this process may use, at most the CPU quota of its container (cpu.max "200000 100000": two

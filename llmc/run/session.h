@@ -178,8 +178,8 @@ struct Session {
         // A worker that was started by itself may have a folder of its own, or share process 0's.
         const bool writes = process.index() == 0 || (report.speaks() && !std::filesystem::exists(config));
         if (writes && !options.output.empty()) { write_config(config); }
-        logger.run({process.worker, process.rank, options.workers, options.ranks, in.layout.values,
-                    options.resolved, in.steps, fragment_offsets},
+        logger.run({host_name(), device.name, process.worker, process.rank, options.workers, options.ranks,
+                    in.layout.values, options.resolved, in.steps, fragment_offsets},
                    resumed.step);
         report.banner(matmul, exchanges, resumed.notes, resumed.step);
     }

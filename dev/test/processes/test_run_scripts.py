@@ -245,12 +245,12 @@ def test_a_script_whose_launcher_ends_all_workers_says_so_if_they_are_elastic(
 
 
 @pytest.mark.parametrize("script", [MULTI_NODE / "run_site.sh", MULTI_NODE / "run_slurm_site.sbatch"])
-@pytest.mark.parametrize("named, given", [(None, "tcp"), ("nccl", "tcp"), ("store", "store")])
+@pytest.mark.parametrize("named, given", [(None, "tcp"), ('"nccl"', "tcp"), ('"store"', "store"), ("'store'", "store")])
 def test_a_site_exchanges_over_tcp_unless_the_toml_wants_elastic_workers(
     script, named, given, tokens, tmp_path, says_its_words
 ):
     config = tmp_path / "x.toml"
-    line = f'outer-transport = "{named}"\n' if named else ""
+    line = f"outer-transport = {named}  # TOML has two kinds of quotes\n" if named else ""
     config.write_text((SCRIPTS / "gpt2_124M.toml").read_text() + line)
     environment = environment_of_scripts(tokens, tmp_path / "run", CONFIG=str(config))
     words = words_of_the_program(script, environment, says_its_words)

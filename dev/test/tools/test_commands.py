@@ -105,7 +105,7 @@ COMMANDS = {
             environment=MEET),
     r"(\./train_gpt_cpu --config .*) -o (\w+) (.*transport store.*)--worker (\d)(.*)":
         Try(r"\1 -o \2.\4 \3--worker 0\5", beside=r"\1 -o \2.\4 \3--worker 1\5", environment=MEET),
-    r"export (DILOCO_STORE=(redis|s3)://|AWS_SHARED_CREDENTIALS_FILE=).*": Try(),
+    r"export (DILOCO_STORE=(redis|s3)://|AWS_SHARED_CREDENTIALS_FILE=|WORKER=).*": Try(),
     r"\.venv/bin/python dev/tools/simulate.py .*|dev/tools/predict.py .*": Try(),
     r"\.venv/bin/python dev/tools/export_hf.py .* hf .*": Try(r"rm -rf hf && \g<0>"),
     r"\.venv/bin/python dev/tools/import_hf.py hf model.bin":

@@ -265,7 +265,9 @@ def prepare(folder, tokenizer):
 
 def export_with_tokenizer(folder, size):
     (folder / "m.bin").write_bytes(model_bytes(random_model(V=size), 2, 3))
-    made("export", folder / "m.bin", folder / "out", "--tokenizer", folder / "tokenizer.bin")
+    for name, tokenizer in (("out", folder / "tokenizer.bin"), ("same", folder)):
+        made("export", folder / "m.bin", folder / name, "--tokenizer", tokenizer)
+    assert (folder / "same/tokenizer.json").read_bytes() == (folder / "out/tokenizer.json").read_bytes()
     return folder / "out"
 
 

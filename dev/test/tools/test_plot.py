@@ -25,7 +25,7 @@ def write_process(path, worker, rank, workers, ranks, loss, inner_bytes, syncs, 
         now = loss + 4 / (1 + step / 8)
         noise = 0.03 * ((step * 7 + worker) % 5 - 2)
         lines.append({"type": "step", "step": step, "time": step * 0.1, "loss": now + noise, "lr": 1e-3,
-                      "norm": 1.0, "seconds": 0.1, "tokens": step * 1000 * ranks, "tokens_per_second": 1e4,
+                      "norm": 1.0, "seconds": 0.1, "tokens": step * 1000 * ranks, "tokens_per_second": 1e4 * ranks,
                       "inner_bytes_sent": step * inner_bytes, "inner_bytes_received": step * inner_bytes})
         lines += [{"type": "sync", "sync": sync, "fragment": sync % 3, "send_step": sent, "apply_step": step,
                    "time": step * 0.1, "bytes_sent": count, "bytes_received": count, "wire_seconds": 0.01,
@@ -72,6 +72,7 @@ def test_the_table_holds_the_numbers_of_the_logs(runs):
     assert rows["worker 1 waited"] == ["-", "2.50 s (12.50%)", "1.05 s (5.25%)"]
     assert rows["tokens trained on"] == ["400,000", "400,000", "400,000"]
     assert rows["tokens/s, all workers"] == ["20,000", "20,000", "20,000"]
+    assert [compare.ratio_text(*bytes) for bytes in [(0, 1), (2, 95), (19, 10), (167, 1)]] == ["-", "0.021x", "1.9x", "167x"]
 
 
 def test_the_table_takes_the_process_that_sent_most(runs):
@@ -89,8 +90,33 @@ def test_compare_prints_aligned_columns(runs):
 
 def test_runs_of_different_lengths_are_pointed_out(runs):
     log = runs[1] / "metrics.jsonl"
-    log.write_text(log.read_text().replace('"tokens": 200000', '"tokens": 190000'))
+    log.write_text(log.read_text().replace('"tokens_per_second": 10000.0', '"tokens_per_second": 9000.0', 1))
     assert "different numbers of tokens" in command("compare.py", *runs).stdout
+
+
+def test_tokens_are_counted_where_a_resume_changed_the_workers(tmp_path):
+    """Three workers, from step 100 on one worker of two ranks, from step 150 on two. Worker 1's counter begins anew."""
+    places = {(0, 0): (0, 0, 3, 1), (1, 0): (1, 0, 3, 1), (2, 0): (2, 0, 3, 1),  # process, step: its place
+              (0, 100): (0, 0, 1, 2), (1, 100): (0, 1, 1, 2), (0, 150): (0, 0, 2, 1), (1, 150): (1, 0, 2, 1)}
+    for process in range(3):
+        log = tmp_path / ("metrics.jsonl" if process == 0 else f"metrics_0000{process}.jsonl")
+        write_process(log, *places[process, 0], 2.0, 0, [], 0)
+        lines = [json.loads(line) for line in log.read_text().splitlines()]
+        for step in (100, 150):
+            if (process, step) in places:
+                names = zip(("worker", "rank", "workers", "ranks"), places[process, step])
+                at = [line.get("step") for line in lines if line["type"] == "step"].index(step)
+                lines.insert(lines.index([line for line in lines if line["type"] == "step"][at]) + 1,
+                             {"type": "resume", "step": step, **dict(names)})
+            elif step == 100:
+                lines = [line for line in lines if line.get("step", 0) <= 100 and line["type"] != "end"]
+        for line in lines:
+            if process == 1 and line["type"] == "step" and line["step"] > 150:
+                line["tokens"] -= 150_000
+        log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = compare.read_run(tmp_path)
+    assert compare.tokens(run) == 100 * 3000 + 50 * 1000 + 50 * 2000
+    assert [plot.step_places(run, "tokens")[step] for step in (0, 100, 150, 200)] == [0, 300_000, 350_000, 450_000]
 
 
 def test_a_picture_is_drawn(runs, tmp_path):
@@ -178,14 +204,14 @@ def test_only_what_was_measured_gets_a_panel(runs, tmp_path):
     assert (tmp_path / "all.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-@pytest.mark.parametrize("x, places", [("step", [0, 1, 12, 15]), ("tokens", [0, 1000, 12000, 15000]),
+@pytest.mark.parametrize("x, places", [("step", [0, 1, 12, 15]), ("tokens", [0, 1000, 11000, 13000]),
                                        ("time", [0, 0.1, 1.2, 1.5])])
 def test_a_merge_in_a_step_that_worker_0_skipped_has_a_place(runs, tmp_path, x, places):
     """An elastic worker that was behind goes on at a later step, and so worker 0's log lacks some of worker 1's steps."""
     streaming = compare.read_run(runs[2])
     for process in streaming.processes:
         for line in process.steps:  # workers of half the tokens: 1000 of both in a step
-            line["tokens"] //= 2
+            line["tokens_per_second"] /= 2
     first = streaming.processes[0]
     first.steps[:] = [line for line in first.steps if not 10 < line["step"] < 15]
     first.syncs[:] = [line for line in first.syncs if not 10 < line["apply_step"] < 15]

@@ -81,7 +81,8 @@ TEST(Logger, main_log_is_llmcs) {
 TEST(Logger, metrics_hold_every_field_one_object_a_line) {
     TemporaryFolder folder;
     Logger logger(folder.name(), 0, 2);
-    RunMetrics run{0, 0, 2, 1, 812345, {{"--lr", "0.001"}, {"--output", "a \"b\\c\"\n"}}, 21, {0, 7, 14}};
+    RunMetrics run{"a.example.org", "CPU", 0, 0, 2, 1, 812345, {}, 21, {0, 7, 14}};
+    run.options = {{"--lr", "0.001"}, {"--output", "a \"b\\c\"\n"}};
     logger.run(run);
     logger.step({1, 4.5f, 3e-4f, 1.25, 0.5, 4096, 8192, 10, 20});
     logger.step({2, 4.5, 0.5, 1.25, 0.5, 4096, 8192, 10, 20, -0.5, 3.5, true, 0.375});
@@ -104,8 +105,8 @@ TEST(Logger, metrics_hold_every_field_one_object_a_line) {
     totals.train_seconds = 9.5, totals.outer.bytes_sent = 2, totals.waited_seconds = 0.75;
     logger.write(end_line(21, logger.seconds(), totals, 1, {0.5}));
     const std::vector<std::string> expected = {
-        R"({"type":"run","version":2,"time":T,"unix_time":T,"worker":0,"rank":0,"workers":2,"ranks":1,)"
-        R"("parameters":812345,"steps":21,"fragment_offsets":[0,7,14],)"
+        R"({"type":"run","version":2,"time":T,"unix_time":T,"host":"a.example.org","device":"CPU",)"
+        R"("worker":0,"rank":0,"workers":2,"ranks":1,"parameters":812345,"steps":21,"fragment_offsets":[0,7,14],)"
         R"("options":{"--lr":"0.001","--output":"a \"b\\c\"\u000a"}})",
         R"({"type":"step","step":1,"time":T,"loss":4.5,"lr":0.000300000014,"norm":1.25,"seconds":0.5,)"
         R"("tokens":4096,"tokens_per_second":8192,"inner_bytes_sent":10,"inner_bytes_received":20,)"
@@ -268,17 +269,17 @@ TEST(Logger, a_run_that_goes_on_with_fewer_processes_keeps_what_the_others_have_
     TemporaryFolder folder;
     for (int process : {0, 1, 2}) {
         Logger logger(folder.name(), process, 3);
-        logger.run({process, 0, 3, 1, 0, {}});
+        logger.run({"", "", process, 0, 3, 1, 0, {}});
         for (long step : {1, 2, 3}) { logger.eval(step, 1.0); }
     }
     Logger logger(folder.name(), 0, 1, true, LogCut{2, 0, true});
     for (int process : {1, 2}) {
         EXPECT_EQ(lines_of(folder / format("metrics_%05d.jsonl", process)).size(), 3u);
     }
-    logger.run({0, 0, 1, 1, 0, {}}, 2);
+    logger.run({"", "", 0, 0, 1, 1, 0, {}}, 2);
     EXPECT_EQ(without_times(folder / "metrics.jsonl").back(),
-              R"({"type":"resume","step":2,"time":T,"unix_time":T,"worker":0,"rank":0,"workers":1,"ranks":1,)"
-              R"("parameters":0,"steps":null,"fragment_offsets":null,"options":{}})");
+              R"({"type":"resume","step":2,"time":T,"unix_time":T,"host":"","device":"","worker":0,)"
+              R"("rank":0,"workers":1,"ranks":1,"parameters":0,"steps":null,"fragment_offsets":null,"options":{}})");
 }
 
 TEST(Logger, syncs_are_kept_by_the_step_that_merged_them_for_other_fragments_have_other_numbers) {
