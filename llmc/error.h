@@ -27,6 +27,7 @@ struct RunError : std::runtime_error {
     int status;
 };
 
+const int mistake_status = 2;  // a person must act: another start would end in the same way
 const int retry_status = 75;
 // The exit status of a process that another one has replaced. It must not be restarted: that would replace
 // the other one in turn.
@@ -34,7 +35,7 @@ const int replaced_status = 76;
 
 inline int exit_status(const std::exception& error) {
     if (dynamic_cast<const TemporaryFailure*>(&error)) { return retry_status; }
-    if (dynamic_cast<const UserError*>(&error)) { return 2; }
+    if (dynamic_cast<const UserError*>(&error)) { return mistake_status; }
     const RunError* const run_error = dynamic_cast<const RunError*>(&error);
     return run_error ? run_error->status : 1;
 }

@@ -99,6 +99,7 @@ public:
         while (count > 0) {
             const ssize_t got = pread(descriptor, to, count, offset);
             if (got < 0 && errno == EINTR) { continue; }
+            if (got < 0 && errno != EIO) { check_disk("cannot read " + path); }  // EIO: perhaps a bad sector
             if (got <= 0) {
                 throw RunError(format("cannot read %s at byte %lld: %s", path.c_str(), (long long)offset,
                                       got < 0 ? strerror(errno) : "it has become shorter"));

@@ -102,6 +102,12 @@ struct GptShape {
     int layers = 12;
     int heads = 12;
     int channels = 768;
+
+    // By their names in state files.
+    std::vector<std::pair<std::string, int>> sizes() const {
+        return {{"layers", layers}, {"heads", heads}, {"channels", channels}, {"vocab_size", vocab_size},
+                {"max_seq_len", max_seq_len}, {"padded_vocab_size", padded_vocab_size}};
+    }
 };
 
 // GPT-2's tensors in blocks. The embedding is cut into blocks that are no larger than `fragment_layers`

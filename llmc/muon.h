@@ -36,13 +36,13 @@
 #include "llmc/stream.h"
 
 // Newton-Schulz's scratch memory, for matrices of at most `largest` values, whose shorter side is at most
-// `side`.
+// `side`.   batch: wide or square matrices at a time, together of at most `largest` values
 struct NewtonSchulz {
-    NewtonSchulz(long largest, long side)
-        : x(largest), next_x(largest), gram(side * side), square(side * side), polynomial(side * side),
-          sums(side * side) {}
+    NewtonSchulz(long largest, long side, int batch = 1)
+        : x(largest), next_x(largest), gram(batch * side * side), square(batch * side * side),
+          polynomial(batch * side * side), sums(side * side), norm_squared(batch) {}
     Buffer<floatX> x, next_x, gram, square, polynomial;
-    Buffer<float> sums, norm_squared{1};
+    Buffer<float> sums, norm_squared;
 };
 
 const int newton_schulz_iterations = 5;
@@ -50,49 +50,49 @@ const int newton_schulz_iterations = 5;
 // matrix = scale * X, for X after five iterations that start from matrix / |matrix|. X keeps the matrix's
 // singular vectors, and its singular values become about 1. A = X X^T; for a matrix with more rows than
 // columns A = X^T X, and an iteration is X (a I + b A + c A A), so that A has the shorter side.
-// matrix: (rows,columns)
+// matrix: (batch,rows,columns), each by itself; batch is 1 if there are more rows than columns
 inline void newton_schulz(NewtonSchulz& scratch, device::Matmul& matmul, floatX* matrix, int rows,
-                          int columns, float scale, Stream& main) {
+                          int columns, float scale, Stream& main, int batch = 1) {
     const bool is_wide = rows <= columns;
     const int side = std::min(rows, columns);
     floatX *x = scratch.x, *next = scratch.next_x, *gram = scratch.gram, *polynomial = scratch.polynomial;
-    device::muon_normalize(x, scratch.norm_squared, matrix, long(rows) * columns, main);
+    device::muon_normalize(x, scratch.norm_squared, matrix, long(rows) * columns, main, batch);
     for (int i = 1; i <= newton_schulz_iterations; i++) {
         const bool is_last = i == newton_schulz_iterations;
         if (is_last) { next = matrix; }
         if (is_wide) {
-            device::matmul_forward(matmul, gram, x, x, nullptr, side, columns, side, main);
+            device::matmul_product_transposed(matmul, gram, x, x, side, columns, side, main, batch);
         } else {
             device::matmul_gram(matmul, scratch.sums, x, rows, side, main);
             device::cast(gram, scratch.sums.data(), long(side) * side, main);
         }
-        device::matmul_forward(matmul, scratch.square.data(), gram, gram, nullptr, side, side, side, main);
+        device::matmul_product_transposed(matmul, scratch.square, gram, gram, side, side, side, main, batch);
         device::newton_schulz_polynomial(polynomial, gram, scratch.square, side, is_last ? scale : 1.0f,
-                                         main);
+                                         main, batch);
         if (is_wide) {
-            device::matmul_product(matmul, next, polynomial, x, side, side, columns, main);
+            device::matmul_product(matmul, next, polynomial, x, side, side, columns, main, batch);
         } else {
-            device::matmul_forward(matmul, next, x, polynomial, nullptr, rows, side, side, main);
+            device::matmul_product_transposed(matmul, next, x, polynomial, rows, side, side, main);
         }
         std::swap(x, next);
     }
 }
 
-// A matrix of a layer, at `offset` from the beginning of its block.
+// Matrices of a layer, `count` of the same shape one after another, at `offset` from the beginning of its
+// block.
 struct LayerMatrix {
     long offset;
-    int rows, columns;
+    int rows, columns, count;
 };
 
-// The matrices of a layer, alike in all layers. Q, K and V count as three.
+// The matrices of a layer, alike in all layers. Q, K and V count as three; attention's projection, which lies
+// behind them (layout.h), has their shape.
 inline std::vector<LayerMatrix> layer_matrices(const Layout& layout) {
     std::vector<LayerMatrix> matrices;
-    for (const auto& [name, parts] : {std::pair("qkvw", 3), {"attprojw", 1}, {"fcw", 1}, {"fcprojw", 1}}) {
+    for (const auto& [name, count] : {std::pair("qkvw", 4), {"fcw", 1}, {"fcprojw", 1}}) {
         const Tensor& tensor = layout.tensor(std::string("h.0.") + name);
-        for (int i = 0; i < parts; i++) {
-            matrices.push_back({tensor.offset + i * tensor.count() / parts, int(tensor.shape[0] / parts),
-                                int(tensor.shape[1])});
-        }
+        const int rows = int(count > 1 ? tensor.shape[1] : tensor.shape[0]);
+        matrices.push_back({tensor.offset, rows, int(tensor.shape[1]), count});
     }
     return matrices;
 }
@@ -110,7 +110,7 @@ public:
     ShardedMuon(const Layout& layout, Comm& comm)
         : layout(layout), comm(comm), matrices(layer_matrices(layout)), parts(layout.blocks[0].size),
           layer(comm.size() > 1 ? layout.blocks[0].size : 0),
-          scratch(layout.tensor("h.0.fcw").count(), layout.tensor("h.0.fcw").shape[1]) {}  // the largest
+          scratch(layout.tensor("h.0.fcw").count(), layout.tensor("h.0.fcw").shape[1], 4) {}  // the largest
 
     // Updates this rank's shards of the matrices. Collective: all ranks call it, even if the update is
     // skipped (*grad_scale, the clip scale, is not finite).   rounding: of params; `first` is set here
@@ -160,7 +160,8 @@ private:
     void orthogonalize(device::Matmul& matmul, floatX* values, Stream& main) {
         for (const LayerMatrix& m : matrices) {
             const float scale = 0.2f * std::sqrt(float(std::max(m.rows, m.columns)));  // Moonlight's
-            newton_schulz(scratch, matmul, values + m.offset, m.rows, m.columns, scale, main);
+            newton_schulz(scratch, matmul, values + m.offset, m.rows, m.columns, scale, main,
+                          m.count);
         }
     }
 

@@ -36,9 +36,8 @@ inline float learning_rate(const LearningRateSchedule& schedule, long total_step
     if (step < schedule.warmup_steps) {
         return float(peak * double(step + 1) / double(schedule.warmup_steps));
     }
-    const long decay_begin = kind == ScheduleKind::wsd
-                                 ? std::max(schedule.warmup_steps, total_steps * 8 / 10)
-                                 : schedule.warmup_steps;
+    const long decay_begin = kind == ScheduleKind::wsd ? std::max(schedule.warmup_steps, total_steps * 8 / 10)
+                                                       : schedule.warmup_steps;
     if (step < decay_begin) { return schedule.peak; }
     const double steps = double(std::max(1L, total_steps - decay_begin));
     const double progress = std::min(1.0, double(step - decay_begin) / steps);

@@ -71,15 +71,11 @@ public:
 
     // global = local; momentum is zero from the start.   local: (values)
     void start(const float* local, Stream& main) {
-        if (copies) {
-            device::copy_to_host_later(host_global.data(), local, values, main);
-            order(main, *copies, copied);
-        } else {
-            device::cast(resident_global.data(), local, values, main);
-        }
+        if (!copies) { return device::cast(resident_global.data(), local, values, main); }
+        device::copy_to_host_later(host_global.data(), local, values, main);
+        order(main, *copies, copied);
     }
 
-    // Frees all slots.
     void clear() {
         for (Slot& slot : slots) { slot.fragment = none; }
     }

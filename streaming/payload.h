@@ -132,7 +132,6 @@ namespace cpu {
 
 const long parallel_blocks = 512;  // with fewer blocks one thread is faster than a team
 
-// Writes the header of a payload.
 inline void write_header(uint8_t* payload, const PayloadHeader& header, Stream& stream) {
     stream.enqueue([=] { memcpy(payload, &header, sizeof(header)); });
 }

@@ -152,9 +152,8 @@ inline std::string plan(const DilocoOptions& options, const std::vector<Fragment
     const double sum = double(std::accumulate(sent.begin(), sent.end(), size_t(0)));
     const size_t peak = *std::max_element(sent.begin(), sent.end());
     return text + format("a process sends %.0f bytes every %ld steps by %s, %.0f a step on average, %zu in a "
-                         "step at most; at most %d in flight at a time\n", sum, H,
-                         name_of(exchange).c_str(), sum / double(H), peak,
-                         most_in_flight(fragments, H, options.overlap));
+                         "step at most; at most %d in flight at a time\n", sum, H, name_of(exchange).c_str(),
+                         sum / double(H), peak, most_in_flight(fragments, H, options.overlap));
 }
 
 // The plan in Mbit/s, once the duration of a step is known: a line for people.

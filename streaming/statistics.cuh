@@ -11,7 +11,6 @@
 namespace cuda {
 
 const int statistics_threads = 256;  // a chunk has at least a pack for each
-
 const int statistics_at_once = 4;    // packs of each row that a thread loads before it uses the first
 
 __device__ inline double dot_four(const Pack<float>& a, const Pack<float>& b, double sum) {

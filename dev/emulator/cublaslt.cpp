@@ -38,6 +38,8 @@ struct MatrixLayout {
     cudaDataType_t type;
     uint64_t rows, columns;
     int64_t ld;
+    int32_t batch = 1;
+    int64_t stride = 0;  // values from one matrix of a batch to the next
 };
 
 struct Operation {
@@ -165,6 +167,15 @@ cublasStatus_t check_shapes(Problem& p) {
             return refuse(invalid, "C or D is not (rows of op(A), columns of op(B))");
         }
     }
+    for (const MatrixLayout* matrix : {&p.a, &p.b, &p.c, &p.d}) {
+        if (matrix->batch < 1 || matrix->batch != p.d.batch) { return refuse(invalid, "batches of different sizes"); }
+        if (matrix->batch > 1 && matrix->stride < matrix->ld * int64_t(matrix->columns)) {
+            return refuse(invalid, "matrices of a batch overlap");
+        }
+    }
+    if (p.d.batch > 1 && p.operation.epilogue != CUBLASLT_EPILOGUE_DEFAULT) {  // none is needed
+        return refuse(unsupported, "a batch and an epilogue");
+    }
     if (k_of_b != p.k) { return refuse(invalid, "op(A) has not as many columns as op(B) has rows"); }
     if (p.has_aux() && (p.operation.aux_ld < p.m || p.operation.aux_ld % 8 != 0)) {
         return refuse(invalid, "AUX_LD is not a multiple of 8 or less than the rows of D");
@@ -205,6 +216,7 @@ uint64_t fingerprint(const Problem& p) {
     auto add = [&](uint64_t value) { sum = (sum ^ value) * 1099511628211u; };
     for (const MatrixLayout* matrix : {&p.a, &p.b, &p.c, &p.d}) {
         add(matrix->type), add(matrix->rows), add(matrix->columns), add(uint64_t(matrix->ld));
+        add(uint64_t(matrix->batch)), add(uint64_t(matrix->stride));
     }
     add(p.operation.compute), add(uint64_t(p.operation.transa)), add(uint64_t(p.operation.transb));
     add(p.operation.epilogue), add(uint64_t(p.operation.sms)), add(p.has_aux() ? uint64_t(p.operation.aux_ld) : 0);
@@ -227,10 +239,13 @@ struct Part {
     bool written;
 
     size_t bytes() const {
-        return (size_t(layout.columns - 1) * size_t(layout.ld) + size_t(layout.rows)) * size_of(layout.type);
+        const size_t before = size_t(layout.batch - 1) * size_t(layout.stride);
+        return (before + size_t(layout.columns - 1) * size_t(layout.ld) + size_t(layout.rows)) *
+               size_of(layout.type);
     }
-    const char* column(uint64_t j) const {
-        return static_cast<const char*>(begin) + size_t(j) * size_t(layout.ld) * size_of(layout.type);
+    const char* column(uint64_t j, int32_t in = 0) const {  // of matrix `in` of the batch
+        return static_cast<const char*>(begin) +
+               (size_t(in) * size_t(layout.stride) + size_t(j) * size_t(layout.ld)) * size_of(layout.type);
     }
     bool overlaps(const Part& other) const {
         const char *own_begin = column(0), *other_begin = other.column(0);
@@ -414,11 +429,12 @@ void run(const Problem& p, const Pointers& pointers, const Algorithm& algorithm)
 void note_accesses(const std::vector<Part>& parts) {
     for (const Part& part : parts) {
         const size_t bytes = size_t(part.layout.rows) * size_of(part.layout.type);
-        for (uint64_t j = 0; j < part.layout.columns; j++) {
+        for (uint64_t j = 0; j < part.layout.columns * uint64_t(part.layout.batch); j++) {
+            const char* column = part.column(j % part.layout.columns, int32_t(j / part.layout.columns));
             if (part.written) {
-                note_write(const_cast<char*>(part.column(j)), bytes);
+                note_write(const_cast<char*>(column), bytes);
             } else {
-                note_read(part.column(j), bytes);
+                note_read(column, bytes);
             }
         }
     }
@@ -447,6 +463,20 @@ cublasStatus_t cublasLtDestroy(cublasLtHandle_t handle) {
 cublasStatus_t cublasLtMatrixLayoutCreate(cublasLtMatrixLayout_t* layout, cudaDataType type, uint64_t rows,
                                           uint64_t columns, int64_t ld) {
     return create(layout, MatrixLayout{type, rows, columns, ld});
+}
+
+cublasStatus_t cublasLtMatrixLayoutSetAttribute(cublasLtMatrixLayout_t layout,
+                                                cublasLtMatrixLayoutAttribute_t attribute, const void* value,
+                                                size_t bytes) {
+    if (!layout) { return invalid; }
+    switch (attribute) {
+        case CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT:
+            return set(own(layout).batch, value, bytes);
+        case CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET:
+            return set(own(layout).stride, value, bytes);
+        default:
+            return refuse(unsupported, "this attribute of a layout");
+    }
 }
 
 cublasStatus_t cublasLtMatrixLayoutDestroy(cublasLtMatrixLayout_t layout) {
@@ -600,7 +630,15 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t oper
     enqueue(on, __func__, [=] {
         CalledFrom from(caller);
         note_accesses(parts);
-        run(p, pointers, algorithm);
+        for (int32_t i = 0; i < p.d.batch; i++) {
+            auto at = [i](const void* matrix, const MatrixLayout& layout) {
+                return static_cast<const char*>(matrix) + i * layout.stride * int64_t(size_of(layout.type));
+            };
+            Pointers one = pointers;
+            one.a = at(pointers.a, p.a), one.b = at(pointers.b, p.b), one.c = at(pointers.c, p.c);
+            one.d = const_cast<char*>(at(pointers.d, p.d));
+            run(p, one, algorithm);
+        }
     });
     return success;
 }

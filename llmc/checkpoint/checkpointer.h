@@ -211,9 +211,11 @@ public:
             throw RunError("it is not known whether the last checkpoint is whole: -y 1 resumes from the "
                            "newest one that is", retry_status);
         }
+        // If a disk refuses it, another start would only repeat the training since the newest checkpoint.
         const std::string reason = why.empty() ? "" : " (" + why + ")";
         throw RunError("the last checkpoint is not whole" + reason +
-                       ": correct that and resume (-y 1) from the newest checkpoint that is whole");
+                           ": correct that and resume (-y 1) from the newest checkpoint that is whole",
+                       why.empty() || process.gives_way ? 1 : mistake_status);
     }
 
     // Messages for the user, in order, each returned once.

@@ -84,14 +84,10 @@ private:
 
 // Refuses the state of a model of other sizes.
 inline void check_model(const StoredState& state, const GptShape& model) {
-    const std::pair<const char*, int> sizes[] = {
-        {"layers", model.layers},           {"heads", model.heads},
-        {"channels", model.channels},       {"vocab_size", model.vocab_size},
-        {"max_seq_len", model.max_seq_len}, {"padded_vocab_size", model.padded_vocab_size}};
-    for (const auto& [name, size] : sizes) {
-        const long stored = state.fields.integer(std::string("shape.") + name);
+    for (const auto& [name, size] : model.sizes()) {
+        const long stored = state.fields.integer("shape." + name);
         if (stored != size) {
-            state.fail(format("is of another model (%s: %ld, not %d)", name, stored, size),
+            state.fail(format("is of another model (%s: %ld, not %d)", name.c_str(), stored, size),
                        "give the model options of the run that wrote it");
         }
     }

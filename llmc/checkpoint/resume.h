@@ -128,9 +128,8 @@ inline FolderView::State look_at_state(const std::string& folder, long step, int
         const StateReader reader(path);
         const StateIdentity& who = reader.identity();
         if (who.step == step && who.process() == process) { return {point_of(who), ""}; }
-        return {{},
-                path + format(" is the state of %s at step %ld, which does not match its name",
-                              Process::name(who.worker, who.rank).c_str(), who.step)};
+        return {{}, path + format(" is the state of %s at step %ld, which does not match its name",
+                                  Process::name(who.worker, who.rank).c_str(), who.step)};
     } catch (const UserError& error) { return {{}, without_hint(error)}; }
 }
 
@@ -264,8 +263,14 @@ public:
         return in_words(flaws, point);
     }
 
-    // Whether any checkpoint was ever complete.
+    // Whether any checkpoint, or this one, was ever complete.
     bool was_ever_complete() const { return has_done; }
+    bool was_complete(const ResumePoint& point) const {
+        return std::any_of(views.begin(), views.end(), [&](const FolderView& view) {
+            const auto done = view.done.find(point.step);
+            return done != view.done.end() && done->second == point;
+        });
+    }
 
     // UserError for a checkpoint that is whole but not of this kind of run. Only runs in lock-step are
     // reshaped.
@@ -277,12 +282,10 @@ public:
         const std::string whole_run = format("a run of %d workers x %d ranks", point.workers, point.ranks);
         if (!own.is_of_one_worker()) {
             throw UserError(what + format("worker %d of a run with --outer-transport store: resume it with "
-                                          "that option, or give another -o",
-                                          point.worker));
+                                          "that option, or give another -o", point.worker));
         }
         if (!point.is_of_one_worker()) {
-            throw UserError(what + whole_run +
-                            " in lock-step: resume it with the --outer-transport that it "
+            throw UserError(what + whole_run + " in lock-step: resume it with the --outer-transport that it "
                             "had, or give another -o");
         }
         if (point.workers != own.workers || point.ranks != own.ranks) {
@@ -344,9 +347,8 @@ private:
         }
         if (count > most) { text += format("; and %zu more processes", count - most); }
         if (count > 0 && !own.is_of_one_worker() && !is_of_same_shape(own, point)) {
-            text += format(
-                " (it is of %d workers x %d ranks: to resume with %d x %d, each process needs all its files)",
-                point.workers, point.ranks, own.workers, own.ranks);
+            text += format(" (it is of %d workers x %d ranks: to resume with %d x %d, each process needs all "
+                           "its files)", point.workers, point.ranks, own.workers, own.ranks);
         }
         return text;
     }
@@ -374,19 +376,28 @@ inline std::optional<ResumePoint> agree_on_checkpoint(Process& process, const st
     }
     if (!search.note_of_runs().empty()) { notes.push_back(search.note_of_runs()); }
     std::vector<std::string> passed_over;
+    std::optional<ResumePoint> newer;  // the newest of another shape: its files may lie elsewhere
     for (const ResumePoint& point : search.in_order()) {
         const std::string flaws = search.find_flaws(point);
         if (flaws.empty()) {
             search.check_shape(point);
+            if (newer && newer->lineage == point.lineage && newer->step > point.step &&
+                !is_of_same_shape(*newer, point)) {
+                throw UserError(format("step %ld, of %s, is newer than step %ld, the newest that can be "
+                                       "resumed here: give the --workers and --ranks that the run had last, "
+                                       "or copy all files of that step to each process, or remove DONE_%08ld",
+                                       newer->step, writers_of(*newer).c_str(), point.step, newer->step));
+            }
             return point;
         }
+        const bool is_of_others = !point.is_of_one_worker() && !is_of_same_shape(point_of(who), point);
+        if (!newer && is_of_others && search.was_complete(point)) { newer = point; }
         notes.push_back(format("step %ld was passed over: ", point.step) + flaws);
         if (passed_over.size() < 3) { passed_over.push_back(format("step %ld: ", point.step) + flaws); }
     }
     if (search.was_ever_complete()) {
-        throw UserError("no checkpoint is whole on all processes (" + list_in_words(passed_over) +
-                        "): give every process the -o that it had, or leave out -y and start anew in another "
-                        "folder");
+        throw UserError("no checkpoint is whole on all processes (" + list_in_words(passed_over) + "): give "
+                        "every process the -o that it had, or leave out -y and start anew in another folder");
     }
     notes.push_back("no checkpoint in " + folder + " was ever complete: training starts at step 1");
     return std::nullopt;

@@ -290,11 +290,13 @@ private:
         return found->second;
     }
 
-    // A disk that fails to read is a UserError here: the user may have another checkpoint.
+    // A sector that cannot be read is a UserError here: the user may have another checkpoint. (After an error
+    // that may pass, a resume must not take an older checkpoint and delete this one.)
     void read_at(void* out, size_t count, int64_t offset) const {
         try {
             file.read(out, count, offset);
         } catch (const RunError& error) {
+            if (error.status == retry_status) { throw; }
             throw UserError(std::string(error.what()) + ": " + checkpoint_hint());
         }
     }

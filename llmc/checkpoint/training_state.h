@@ -90,12 +90,7 @@ inline Fields fields_of(const Progress& progress, const GptShape& shape, const D
     Fields fields;
     for_fields(progress, [&](const char* name, const auto& value) { fields.set(name, value); });
     fields.set("float_bytes", long(sizeof(floatX)));
-    fields.set("shape.max_seq_len", shape.max_seq_len);
-    fields.set("shape.vocab_size", shape.vocab_size);
-    fields.set("shape.padded_vocab_size", shape.padded_vocab_size);
-    fields.set("shape.layers", shape.layers);
-    fields.set("shape.heads", shape.heads);
-    fields.set("shape.channels", shape.channels);
+    for (const auto& [name, size] : shape.sizes()) { fields.set("shape." + name, size); }
     fields.set("data.epoch", position.epoch);
     fields.set("data.row", position.row);
     fields.set("data.row_tokens", long(data.tokens_of_a_row()));
@@ -327,9 +322,8 @@ inline std::string seek_data(const Fields& before, DataLoader& data) {
 // Opens this process's state, compares it with the run, and puts the data where it was.
 inline void open_checkpoint(const ResumedRun& run, const ResumePoint& point, Resumption& r) {
     if (point.step > run.steps) {
-        throw UserError(
-            format("the checkpoint in %s is of step %ld, and this run ends after step %ld: give a larger -x",
-                   run.folder.c_str(), point.step, run.steps));
+        throw UserError(format("the checkpoint in %s is of step %ld, and this run ends after step %ld: give "
+                               "a larger -x", run.folder.c_str(), point.step, run.steps));
     }
     r.step = point.step;
     r.lineage = point.lineage;
@@ -348,8 +342,7 @@ inline void open_checkpoint(const ResumedRun& run, const ResumePoint& point, Res
 // processes get the same answer or throw the same UserError.
 inline Resumption find_checkpoint(Process& process, const ResumedRun& run) {
     Resumption r{process.run_id};
-    const std::optional<ResumePoint> point =
-        agree_on_checkpoint(process, run.folder, run.who, r.notes);
+    const std::optional<ResumePoint> point = agree_on_checkpoint(process, run.folder, run.who, r.notes);
     if (point) { process.check_together("resume/opened", [&] { open_checkpoint(run, *point, r); }); }
     return r;
 }

@@ -18,9 +18,7 @@ inline void global_norm_squared(float* out, const float* values, long count, Str
         const long end = std::min(count, (i + 1) * chunk);
         double sum = 0;
         #pragma omp simd reduction(+ : sum)
-        for (long j = i * chunk; j < end; j++) {
-            sum += double(values[j]) * double(values[j]);
-        }
+        for (long j = i * chunk; j < end; j++) { sum += double(values[j]) * double(values[j]); }
         partial[size_t(i)] = sum;
     }
     double sum = 0;

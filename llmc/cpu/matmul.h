@@ -226,10 +226,18 @@ inline void matmul_forward(Matmul& matmul, Activation out, Activation inp, const
     gelu_forward(out, pre_gelu, long(N) * OC, stream);
 }
 
-// out = a b.   out: (N,C)   a: (N,K)   b: (K,C)
+// out = a b, or a b^T, for `batch` matrices, one after another.   out: (N,C)   a: (N,K)   b: (K,C) or (C,K)
 inline void matmul_product(Matmul& matmul, float* out, const float* a, const float* b, int N, int K, int C,
-                           Stream&) {
-    matmul.backward_inp(out, matmul.round_dout(a, long(N) * K), b, N, C, K);
+                           Stream&, int batch = 1) {
+    for (; batch > 0; batch--, out += long(N) * C, a += long(N) * K, b += long(K) * C) {
+        matmul.backward_inp(out, matmul.round_dout(a, long(N) * K), b, N, C, K);
+    }
+}
+inline void matmul_product_transposed(Matmul& matmul, float* out, const float* a, const float* b, int N,
+                                      int K, int C, Stream&, int batch = 1) {
+    for (; batch > 0; batch--, out += long(N) * C, a += long(N) * K, b += long(K) * C) {
+        matmul.forward(out, matmul.round_inp(a, long(N) * K), b, nullptr, N, K, C);
+    }
 }
 
 // out = inp^T inp.   out: (C,C)   inp: (N,C)

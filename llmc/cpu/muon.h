@@ -25,21 +25,24 @@ inline void muon_direction(float* direction, float* m, const float* grad, long c
 }
 
 // out = inp / |inp|, the Frobenius norm.   out, inp: (count)   norm_squared: (1), scratch
-inline void muon_normalize(float* out, float* norm_squared, const float* inp, long count, Stream& stream) {
-    global_norm_squared(norm_squared, inp, count, stream);
-    const float factor = newton_schulz_normalizer(*norm_squared);
-    #pragma omp parallel for simd
-    for (long i = 0; i < count; i++) { out[i] = factor * inp[i]; }
+inline void muon_normalize(float* out, float* norm_squared, const float* inp, long count, Stream& stream,
+                           int batch = 1) {
+    for (; batch > 0; batch--, out += count, inp += count) {
+        global_norm_squared(norm_squared, inp, count, stream);
+        const float factor = newton_schulz_normalizer(*norm_squared);
+        #pragma omp parallel for simd
+        for (long i = 0; i < count; i++) { out[i] = factor * inp[i]; }
+    }
 }
 
 // out = scale (a I + b gram + c square).   out, gram, square: (side,side)
 inline void newton_schulz_polynomial(float* out, const float* gram, const float* square, int side,
-                                     float scale, Stream&) {
+                                     float scale, Stream&, int batch = 1) {
     #pragma omp parallel for
-    for (int row = 0; row < side; row++) {
+    for (long row = 0; row < long(batch) * side; row++) {
         for (int column = 0; column < side; column++) {
-            const long i = long(row) * side + column;
-            out[i] = newton_schulz_value(gram[i], square[i], row == column, scale);
+            const long i = row * side + column;
+            out[i] = newton_schulz_value(gram[i], square[i], row % side == column, scale);
         }
     }
 }

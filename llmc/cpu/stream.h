@@ -151,9 +151,7 @@ private:
             } else if (!error) {
                 try {
                     item.work();
-                } catch (...) {
-                    error = std::current_exception();
-                }
+                } catch (...) { error = std::current_exception(); }
             }
         }
     }

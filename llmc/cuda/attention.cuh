@@ -326,9 +326,7 @@ struct Softmax {
                     out[i][j][2 * half + 1] *= inverse;
                 }
                 const int row = first + row_of(i, 2 * half);
-                if (threadIdx.x % 4 == 0 && row < T) {
-                    lse[row] = (max[i][half] + log2f(total)) * ln_2;
-                }
+                if (threadIdx.x % 4 == 0 && row < T) { lse[row] = (max[i][half] + log2f(total)) * ln_2; }
             }
         }
     }

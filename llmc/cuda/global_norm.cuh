@@ -17,6 +17,7 @@ template <class T>
 __global__ void __launch_bounds__(norm_threads)
     global_norm_partial_kernel(double* partial, const T* values, long count) {
     const long begin = blockIdx.x * norm_chunk, end = min(count, begin + norm_chunk);
+    values += blockIdx.y * count, partial += blockIdx.y * gridDim.x;
     double sum = 0;
     for (long i = begin + threadIdx.x * 4; i < end; i += norm_threads * 4) {
         float some[4];
@@ -31,19 +32,21 @@ __global__ void __launch_bounds__(norm_threads)
 __global__ void __launch_bounds__(norm_threads)
     global_norm_total_kernel(float* out, const double* partial, int chunks) {
     double sum = 0;
-    for (int i = threadIdx.x; i < chunks; i += blockDim.x) { sum += partial[i]; }
+    for (int i = threadIdx.x; i < chunks; i += blockDim.x) { sum += partial[blockIdx.x * chunks + i]; }
     sum = block_sum(sum);
-    if (threadIdx.x == 0) { *out = float(sum); }
+    if (threadIdx.x == 0) { out[blockIdx.x] = float(sum); }
 }
 
 // *out = sum of values[i]^2.   values: (count), float or bf16, count a multiple of 4, 16-byte aligned
 template <class T>
-void global_norm_squared(float* out, const T* values, long count, Stream& stream) {
+void global_norm_squared(float* out, const T* values, long count, Stream& stream, int batch = 1) {
     require(count % 4 == 0 && are_aligned({values}));
     const unsigned chunks = blocks_for(std::max(count, 1L), int(norm_chunk));
-    double* partial = stream.scratch<double>(chunks);
-    launch(global_norm_partial_kernel<T>, Grid{chunks, norm_threads, 0, stream}, partial, values, count);
-    launch(global_norm_total_kernel, Grid{1, norm_threads, 0, stream}, out, partial, int(chunks));
+    double* partial = stream.scratch<double>(long(chunks) * batch);
+    launch(global_norm_partial_kernel<T>, Grid{dim3(chunks, batch), norm_threads, 0, stream}, partial, values,
+           count);
+    launch(global_norm_total_kernel, Grid{unsigned(batch), norm_threads, 0, stream}, out, partial,
+           int(chunks));
 }
 
 }  // namespace cuda

@@ -134,10 +134,10 @@ public:
     // derivative of GELU there   bias: (OC) or null; backward_inp with aux writes out's sum over rows: (C)
     template <Kind kind>
     void multiply(Out<kind>* out, const floatX* a, const floatX* b, const floatX* bias, const floatX* aux,
-                  int N, int C, int OC, Stream& stream, bool add = false) {
+                  int N, int C, int OC, Stream& stream, bool add = false, int batch = 1) {
         require(N > 0 && C > 0 && OC > 0 && C % 8 == 0 && OC % 8 == 0 && are_aligned({out, a, b, bias, aux}));
         const cublasLtEpilogue_t epilogue = epilogue_of(kind, bias, aux);
-        const Key key{int(kind), N, C, OC, int(epilogue), leaves_sms ? sms : 0};
+        const Key key{int(kind), N, C, OC, int(epilogue), leaves_sms ? sms : 0, batch};
         auto found = plans.find(key);
         if (found == plans.end()) { found = plans.emplace(key, make_plan(kind, epilogue, key)).first; }
         const Plan& plan = found->second;
@@ -150,7 +150,7 @@ public:
     }
 
 private:
-    using Key = std::array<int, 6>;  // kind, N, C, OC, epilogue, SMs (0: all)
+    using Key = std::array<int, 7>;  // kind, N, C, OC, epilogue, SMs (0: all), batch
 
     static constexpr cudaDeviceAttr compute_major = cudaDevAttrComputeCapabilityMajor,
                                     sm_count = cudaDevAttrMultiProcessorCount;
@@ -196,17 +196,24 @@ private:
         return with_bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
     }
 
-    // A row-major (rows,columns), as cuBLASLt sees it.
-    static OwnedLayout layout(cudaDataType_t type, int rows, int columns) {
+    // A row-major (batch,rows,columns), as cuBLASLt sees it.
+    static OwnedLayout layout(cudaDataType_t type, int rows, int columns, int32_t batch) {
         cublasLtMatrixLayout_t made;
         check(cublasLtMatrixLayoutCreate(&made, type, uint64_t(columns), uint64_t(rows), columns),
               "a layout");
-        return OwnedLayout(made);
+        OwnedLayout owned(made);
+        if (batch == 1) { return owned; }
+        const int64_t stride = int64_t(rows) * columns;
+        check(cublasLtMatrixLayoutSetAttribute(made, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &batch,
+                                               sizeof batch), "a batch");
+        check(cublasLtMatrixLayoutSetAttribute(made, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &stride,
+                                               sizeof stride), "a batch");
+        return owned;
     }
 
     // For any pointers that multiply() takes.
     Plan make_plan(Kind kind, cublasLtEpilogue_t epilogue, const Key& key) const {
-        const auto [kind_number, N, C, OC, epilogue_number, for_sms] = key;
+        const auto [kind_number, N, C, OC, epilogue_number, for_sms, batch] = key;
         const cudaDataType_t type = bf16 ? CUDA_R_16BF : CUDA_R_32F;
         Plan plan;
         const char* names[] = {"forward", "backward_inp", "backward_weight"};
@@ -215,9 +222,9 @@ private:
         check(cublasLtMatmulDescCreate(&operation, compute, CUDA_R_32F), plan.problem);
         plan.operation.reset(operation);
         const bool forward = kind == Kind::forward, of_weight = kind == Kind::backward_weight;
-        plan.a = of_weight ? layout(type, N, C) : layout(type, OC, C);
-        plan.b = forward ? layout(type, N, C) : layout(type, N, OC);
-        plan.out = of_weight ? layout(CUDA_R_32F, OC, C) : layout(type, N, forward ? OC : C);
+        plan.a = of_weight ? layout(type, N, C, batch) : layout(type, OC, C, batch);
+        plan.b = forward ? layout(type, N, C, batch) : layout(type, N, OC, batch);
+        plan.out = of_weight ? layout(CUDA_R_32F, OC, C, batch) : layout(type, N, forward ? OC : C, batch);
         set(plan, CUBLASLT_MATMUL_DESC_TRANSA, int32_t(forward ? CUBLAS_OP_T : CUBLAS_OP_N));
         set(plan, CUBLASLT_MATMUL_DESC_TRANSB, int32_t(of_weight ? CUBLAS_OP_T : CUBLAS_OP_N));
         set(plan, CUBLASLT_MATMUL_DESC_EPILOGUE, uint32_t(epilogue));
@@ -286,10 +293,14 @@ inline void matmul_forward(Matmul& matmul, floatX* out, const floatX* inp, const
     }
 }
 
-// out = a b.   out: (N,C)   a: (N,K)   b: (K,C)
+// out = a b, or a b^T, for `batch` matrices, one after another.   out: (N,C)   a: (N,K)   b: (K,C) or (C,K)
 inline void matmul_product(Matmul& matmul, floatX* out, const floatX* a, const floatX* b, int N, int K, int C,
-                           Stream& stream) {
-    matmul.multiply<Matmul::Kind::backward_inp>(out, b, a, nullptr, nullptr, N, C, K, stream);
+                           Stream& stream, int batch = 1) {
+    matmul.multiply<Matmul::Kind::backward_inp>(out, b, a, nullptr, nullptr, N, C, K, stream, false, batch);
+}
+inline void matmul_product_transposed(Matmul& matmul, floatX* out, const floatX* a, const floatX* b, int N,
+                                      int K, int C, Stream& stream, int batch = 1) {
+    matmul.multiply<Matmul::Kind::forward>(out, b, a, nullptr, nullptr, N, K, C, stream, false, batch);
 }
 
 // out = inp^T inp.   out: (C,C)   inp: (N,C)

@@ -35,7 +35,8 @@ __global__ void __launch_bounds__(256)
     muon_normalize_kernel(floatX* out, const floatX* inp, long count, const float* norm_squared) {
     const long i = (long(blockIdx.x) * blockDim.x + threadIdx.x) * 4;
     if (i >= count) { return; }
-    const float factor = newton_schulz_normalizer(*norm_squared);
+    const float factor = newton_schulz_normalizer(norm_squared[blockIdx.y]);
+    out += blockIdx.y * count, inp += blockIdx.y * count;
     float values[4];
     load_packs(values, inp + i);
     for (float& value : values) { value *= factor; }
@@ -49,6 +50,8 @@ __global__ void __launch_bounds__(256)
     const long i = (long(blockIdx.x) * blockDim.x + threadIdx.x) * 4;
     if (i >= long(side) * side) { return; }
     const int row = int(i / side), column = int(i % side);
+    const long matrix = blockIdx.y * long(side) * side;
+    out += matrix, gram += matrix, square += matrix;
     float g[4], s[4];
     load_packs(g, gram + i);
     load_packs(s, square + i);
@@ -86,20 +89,22 @@ inline void muon_direction(floatX* direction, float* m, const float* grad, long 
 
 // out = inp / |inp|, the Frobenius norm.   out, inp: (count), count a multiple of 4, 16-byte aligned
 // norm_squared: (1), scratch
-inline void muon_normalize(floatX* out, float* norm_squared, const floatX* inp, long count, Stream& stream) {
+inline void muon_normalize(floatX* out, float* norm_squared, const floatX* inp, long count, Stream& stream,
+                           int batch = 1) {
     require(are_aligned({out}));  // global_norm_squared requires the rest
-    global_norm_squared(norm_squared, inp, count, stream);
-    launch(muon_normalize_kernel, Grid{blocks_for(count / 4, 256), 256, 0, stream}, out, inp, count,
-           norm_squared);
+    global_norm_squared(norm_squared, inp, count, stream, batch);
+    launch(muon_normalize_kernel, Grid{dim3(blocks_for(count / 4, 256), batch), 256, 0, stream}, out, inp,
+           count, norm_squared);
 }
 
 // out = scale (a I + b gram + c square).   out, gram, square: (side,side), side a multiple of 4, 16-byte
 // aligned
 inline void newton_schulz_polynomial(floatX* out, const floatX* gram, const floatX* square, int side,
-                                     float scale, Stream& stream) {
+                                     float scale, Stream& stream, int batch = 1) {
     require(side % 4 == 0 && are_aligned({out, gram, square}));
-    launch(newton_schulz_polynomial_kernel, Grid{blocks_for(long(side) * side / 4, 256), 256, 0, stream}, out,
-           gram, square, side, scale);
+    launch(newton_schulz_polynomial_kernel,
+           Grid{dim3(blocks_for(long(side) * side / 4, 256), batch), 256, 0, stream}, out, gram, square, side,
+           scale);
 }
 
 // Updates master by its direction, and params from master. Does nothing if *grad_scale is not finite.

@@ -124,11 +124,8 @@ public:
 
     // Calls `work` with the stream: now or, on a hosted stream, after all work that was enqueued before.
     void enqueue(std::function<void(cudaStream_t)> work) {
-        if (host) {
-            host->enqueue([work = std::move(work), stream = stream] { work(stream); });
-        } else {
-            work(stream);
-        }
+        if (!host) { return work(stream); }
+        host->enqueue([work = std::move(work), stream = stream] { work(stream); });
     }
 
     // `event` completes when everything enqueued so far has.

@@ -66,10 +66,9 @@ inline void check_shares(const Process& process, const std::vector<std::string>&
 inline void check_interface(const Process& process, const std::vector<std::string>& machines) {
     for (int i = 0; i < process.size(); i++) {
         if (machines[size_t(i)] != machines[size_t(i / process.ranks * process.ranks)]) {
-            throw UserError(
-                format("--interface would move the traffic inside worker %d, too, whose ranks are on several "
-                       "machines: give --outer-transport tcp, or leave out --interface",
-                       i / process.ranks));
+            throw UserError(format("--interface would move the traffic inside worker %d, too, whose ranks "
+                                   "are on several machines: give --outer-transport tcp, or leave out "
+                                   "--interface", i / process.ranks));
         }
     }
 }
@@ -89,8 +88,7 @@ inline device::Device choose_device(Process& process, bool outer_nccl) {
     if (std::set<std::string>(devices.begin(), devices.end()).size() == devices.size()) { return device; }
     check_shares(process, devices);
 
-    const bool one_machine =
-        std::count(machines.begin(), machines.end(), machines[0]) == process.size();
+    const bool one_machine = std::count(machines.begin(), machines.end(), machines[0]) == process.size();
     process.change_environment(
         [&] { device::share_device(process.run_id + " " + process.name(), one_machine); });
     if (process.index() == 0) {

@@ -12,8 +12,6 @@
 #include "llmc/file.h"
 #include "llmc/run/socket.h"
 
-inline bool is_link_local(const std::string& address) { return address.rfind("fe80:", 0) == 0; }
-
 // The address of a network interface: IPv4 if it has one, link-local only if it has no other. If it has none,
 // the UserError names all interfaces that have one.
 inline std::string interface_address(const std::string& interface) {
@@ -29,11 +27,9 @@ inline std::string interface_address(const std::string& interface) {
         if (interface != i->ifa_name) { continue; }
         const socklen_t length = family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6);
         const std::string address = numeric_address(i->ifa_addr, length);
-        if (family == AF_INET) {
-            ipv4 = address;
-        } else if (ipv6.empty() || is_link_local(ipv6)) {
-            ipv6 = address;
-        }
+        if (family == AF_INET) { ipv4 = address; }
+        const bool is_better = ipv6.empty() || ipv6.rfind("fe80:", 0) == 0;  // than none, or a link-local one
+        if (family == AF_INET6 && is_better) { ipv6 = address; }
     }
     freeifaddrs(list);
     if (ipv4.empty() && ipv6.empty()) {

@@ -18,9 +18,7 @@ inline Cause record_cause(Store& store, const Cause& seen) {
         const std::string first = store.set_if_absent("cause", seen.process + "\n" + seen.what);
         const size_t end = first.find('\n');
         return {first.substr(0, end), first.substr(end + 1)};
-    } catch (const RunError&) {
-        return seen;
-    }
+    } catch (const RunError&) { return seen; }
 }
 
 // The same for a failure seen by a transport that does not say which process failed, so that it may be only a

@@ -315,11 +315,9 @@ private:
         if (is_loopback(address) && !other.empty()) {
             address = group.interface.empty() ? default_route_address() : "";
             if (address.empty() || is_loopback(address)) {
-                throw UserError(
-                    "processes run on " + machine.substr(0, machine.find('/')) + " and " +
-                    other.substr(0, other.find('/')) +
-                    ", which cannot reach each other over the loopback interface: give --interface the "
-                    "name of a network interface");
+                throw UserError("processes run on " + machine.substr(0, machine.find('/')) + " and " +
+                                other.substr(0, other.find('/')) + ", which cannot reach each other over the "
+                                "loopback interface: give --interface the name of a network interface");
             }
         }
         return address;

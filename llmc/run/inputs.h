@@ -30,9 +30,8 @@ inline bool is_model_file(const std::string& model) {
 inline GptShape resolve_shape(const Options& o, const Tokenizer* tokenizer) {
     if (is_model_file(o.model)) {
         if (o.layers || o.heads || o.channels || o.vocab_size || o.max_seq_len) {
-            throw UserError(
-                "--layers, --heads, --channels, --vocab-size, --max-seq-len describe a new model, but -e " +
-                o.model + " is an existing one: leave them out");
+            throw UserError("--layers, --heads, --channels, --vocab-size, --max-seq-len describe a new "
+                            "model, but -e " + o.model + " is an existing one: leave them out");
         }
         return read_model_shape(o.model);
     }
@@ -108,10 +107,9 @@ struct Inputs {
 
 inline void check_tokenizer(const Tokenizer& tokenizer, const GptShape& shape) {
     if (tokenizer.vocab_size() > shape.vocab_size) {
-        throw UserError(
-            format("the tokenizer has %d tokens and the model's vocabulary %d: give the tokenizer that "
-                   "the model was trained with (--tokenizer)",
-                   tokenizer.vocab_size(), shape.vocab_size));
+        throw UserError(format("the tokenizer has %d tokens and the model's vocabulary %d: give the "
+                               "tokenizer that the model was trained with (--tokenizer)",
+                               tokenizer.vocab_size(), shape.vocab_size));
     }
 }
 
@@ -127,9 +125,8 @@ inline std::vector<int> prompt_tokens(const Tokenizer& tokenizer, const std::str
 inline void set_steps(const Options& o, long tokens_a_step, Inputs& in) {
     in.steps = o.max_steps >= 0 ? o.max_steps : in.train_loader->num_tokens() / tokens_a_step;
     if (o.max_steps < 0 && in.steps == 0) {
-        throw UserError(
-            format("the training data has %ld tokens, less than one step takes (%ld): lower -d or -b",
-                   in.train_loader->num_tokens(), tokens_a_step));
+        throw UserError(format("the training data has %ld tokens, less than one step takes (%ld): lower -d "
+                               "or -b", in.train_loader->num_tokens(), tokens_a_step));
     }
 }
 

@@ -39,9 +39,8 @@ inline void check_launch_options(const Options& o) {
         throw UserError("--workers and --ranks must be at least 1: correct them");
     }
     if (o.worker < -1 || o.worker >= o.workers) {
-        throw UserError(format(
-            "--worker %d is out of range for %d workers: give 0 to %d, or a larger --workers",
-            o.worker, o.workers, o.workers - 1));
+        throw UserError(format("--worker %d is out of range for %d workers: give 0 to %d, or a larger "
+                               "--workers", o.worker, o.workers, o.workers - 1));
     }
     if (o.run_name.empty()) { throw UserError("--run-name is empty: give the run a name"); }
 }
@@ -92,9 +91,8 @@ inline Place place_in_world(const World& world, const Options& o, bool needs_sto
         place.folder = job_folder(world, o);
         if (place.folder.empty()) {
             const std::string who = world.program.empty() ? "-pn and -pr number" : world.program + " starts";
-            throw UserError("processes that " + who +
-                            " need a place to meet: give --store file:DIR (a folder that all "
-                            "see) or redis://HOST:PORT");
+            throw UserError("processes that " + who + " need a place to meet: give --store file:DIR (a "
+                            "folder that all see) or redis://HOST:PORT");
         }
     }
     const int number = int(world.number);
@@ -123,17 +121,15 @@ inline Place find_place(const Options& o) {
     const std::optional<World> world = o.world ? o.world : find_world(expected);
     if (world) {
         if (o.elastic.restarts > 0) {
-            throw UserError(
-                "--restart is for processes that this program starts: leave it out, or start one "
-                "for each worker (--worker W)");
+            throw UserError("--restart is for processes that this program starts: leave it out, or start one "
+                            "for each worker (--worker W)");
         }
         check_world(*world, o, expected);
         return place_in_world(*world, o, needs_store);
     }
     if (o.worker >= 0 && o.workers > 1 && needs_store) {
-        throw UserError(
-            "--worker needs a place to meet the other workers: give --store file:DIR (a folder that all see) "
-            "or redis://HOST:PORT");
+        throw UserError("--worker needs a place to meet the other workers: give --store file:DIR (a folder "
+                        "that all see) or redis://HOST:PORT");
     }
     place.worker = std::max(o.worker, 0);
     // An elastic worker that is alone here may need a launcher for its restarts, or for the store.

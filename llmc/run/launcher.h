@@ -198,7 +198,8 @@ private:
                 begin = end + 1;
             }
             output.line.erase(0, begin);
-            if (child.is_first() && to == STDOUT_FILENO && isatty(to)) {
+            const bool is_shown = isatty(to) || output.line.size() > 65536;  // the terminal may go away
+            if (child.is_first() && to == STDOUT_FILENO && is_shown) {
                 pass_on(child, std::exchange(output.line, ""), to);
             }
         }

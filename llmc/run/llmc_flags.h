@@ -165,24 +165,20 @@ inline std::optional<World> llmc_world(const LlmcFlags& flags) {
     const long number = flags.number("-pr", started ? started->number : 0, 0);
     const long on_a_machine = flags.number("-pg", 8, 1);
     if (started && (size != started->size || number != started->number)) {
-        throw UserError(
-            format("-pn and -pr say that this is process %ld of %ld, and %s that it is %ld of %ld: "
-                   "leave them out",
-                   number, size, started->program.c_str(), started->number, started->size));
+        throw UserError(format("-pn and -pr say that this is process %ld of %ld, and %s that it is %ld of "
+                               "%ld: leave them out", number, size, started->program.c_str(), started->number,
+                               started->size));
     }
     if (started || (size == 1 && number == 0)) { return std::nullopt; }
     if (!flags.has("-pn")) {
         throw UserError("-pr gives this process's number, but not how many there are: give -pn");
     }
     if (!flags.has("-pr")) {
-        throw UserError(
-            format("-pn says that there are %ld processes, but not which of them this is: give -pr, or start "
-                   "them with mpirun",
-                   size));
+        throw UserError(format("-pn says that there are %ld processes, but not which of them this is: give "
+                               "-pr, or start them with mpirun", size));
     }
     if (number >= size) {
-        throw UserError(
-            format("-pr %ld is out of range for -pn %ld: give 0 to %ld", number, size, size - 1));
+        throw UserError(format("-pr %ld is out of range for -pn %ld: give 0 to %ld", number, size, size - 1));
     }
     World world;
     world.number = number;
@@ -196,10 +192,9 @@ inline std::string llmc_store(const LlmcFlags& flags, const std::string& store) 
     const std::string way = flags.text("-pi");
     if (way == "tcp" && store.empty() && environment("DILOCO_STORE").empty()) {
         const std::string host = flags.has("-ps") ? flags.text("-ps") : "HOST";
-        throw UserError(
-            "-pi tcp is a server inside llm.c; here processes meet at a separate server: start "
-            "scripts/multi_node/redis_server.sh there and give --store redis://" +
-            host + ":6379, or meet in a folder that all see (-pi fs -pf DIR)");
+        throw UserError("-pi tcp is a server inside llm.c; here processes meet at a separate server: start "
+                        "scripts/multi_node/redis_server.sh there and give --store redis://" + host +
+                        ":6379, or meet in a folder that all see (-pi fs -pf DIR)");
     }
     if (!way.empty() && way != "mpi" && way != "fs" && way != "tcp") {
         throw UserError("-pi " + way + " is unknown: give mpi, fs or tcp");
@@ -218,9 +213,8 @@ inline std::string llmc_store(const LlmcFlags& flags, const std::string& store) 
 // One line that names the flags that were given and change nothing; empty if there are none.
 inline std::string llmc_note(const LlmcFlags& flags) {
     if (flags.number("-z", 0, 0) > 1) {
-        throw UserError("-z " + flags.text("-z") +
-                        ": gradients and parameters are not sharded, only optimizer "
-                        "state, which always is (-z 1): leave it out");
+        throw UserError("-z " + flags.text("-z") + ": gradients and parameters are not sharded, only "
+                        "optimizer state, which always is (-z 1): leave it out");
     }
     if (flags.number("-w", 1, 0) != 1) {
         throw UserError("-w " + flags.text("-w") + ": the outer step needs fp32 weights: leave it out");

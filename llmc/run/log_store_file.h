@@ -154,7 +154,6 @@ private:
         }
     }
 
-    // The folders with a value in them whose names begin with `text`.
     std::map<std::string, std::string> folders(const std::string& text) const {
         std::map<std::string, std::string> found;
         refresh(text);
@@ -175,12 +174,6 @@ private:
         for (const std::string& path : paths_to(root, folder)) { refresh_folder(path); }
     }
 
-    void make_folder(const std::string& folder) const {
-        for (const std::string& path : paths_to(root, folder)) {
-            if (mkdir(path.c_str(), 0777) != 0 && errno != EEXIST) { fail_value_file("mkdir", path); }
-        }
-    }
-
     // ---- one value
 
     // `name_it` fails with ENOENT if the folder does not exist, or was just removed. Returns whether it was
@@ -191,7 +184,9 @@ private:
         int attempt = 0;
         for (; !name_it(whole.c_str()); attempt++) {
             if ((errno != ENOENT && errno != ESTALE) || attempt == 100) { fail_value_file("naming", whole); }
-            make_folder(folder);
+            for (const std::string& path : paths_to(root, folder)) {
+                if (mkdir(path.c_str(), 0777) != 0 && errno != EEXIST) { fail_value_file("mkdir", path); }
+            }
         }
         return attempt > 0;
     }

@@ -311,6 +311,7 @@ private:
     }
 
     [[noreturn]] static void fail(const std::string& path, const std::string& why) {
+        check_disk("cannot write " + path);
         throw UserError("cannot write " + path + " (" + why + "): give a log folder that can be written");
     }
 

@@ -50,7 +50,7 @@ inline double activation_bytes(const GptShape& shape, int recompute, MatmulPreci
 inline double muon_bytes(const Options& o, const GptShape& shape) {
     if (!o.uses_muon()) { return 0; }
     const double square = double(shape.channels) * shape.channels;
-    return square * (sizeof(floatX) * (12 * (o.ranks > 1 ? 2 : 1) + 8 + 3) + sizeof(float));
+    return square * (sizeof(floatX) * (12 * (o.ranks > 1 ? 2 : 1) + 8 + 12) + sizeof(float));
 }
 
 // outer: what the exchange between workers takes of it (OuterBytes)

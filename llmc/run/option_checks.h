@@ -40,12 +40,9 @@ inline void check_elastic(const Options& o) {
 }
 
 inline void check_output(const Options& o) {
-    if (o.resume && o.output.empty()) {
-        throw UserError("-y 1 resumes from the log folder: give -o");
-    }
+    if (o.resume && o.output.empty()) { throw UserError("-y 1 resumes from the log folder: give -o"); }
     if (o.save_every > 0 && o.output.empty()) {
-        throw UserError(
-            format("-n %ld writes checkpoints into the log folder: give -o", o.save_every));
+        throw UserError(format("-n %ld writes checkpoints into the log folder: give -o", o.save_every));
     }
     const bool keeps_syncs = o.diloco.streams() && !o.diloco.is_elastic();  // an elastic run's are in its log
     if (keeps_syncs && o.save_every > 0 && o.save_every <= o.diloco.overlap) {

@@ -308,10 +308,11 @@ inline void add_other_options(CLI::App& app, Options& o) {
     app.footer("If an option is given several times, the last value counts.\n"
                "llm.c's -z, -f and two-letter flags are accepted as well: see --llmc-flags-table.\n\n"
                "Exit status: 0 the run is complete; 1 it has failed, and -y 1 continues from its last "
-               "checkpoint; 2 a mistake to\ncorrect; 75 try again: others did not join, the store is "
-               "unreachable, an earlier start still runs, or no worker\ncan give a snapshot; 76 another "
-               "process has taken this worker's place; 143 stopped by request, with a checkpoint\n(without "
-               "-o, or at a second signal, there is none).");
+               "checkpoint; 2 you must act:\na mistake, a last checkpoint that a disk refuses, a loss that stays "
+               "infinite; 75 try again: others did not join,\nthe store is unreachable, an earlier start "
+               "still runs, or no worker can give a snapshot; 76 another process has\ntaken this worker's "
+               "place; 143 stopped by request, with a checkpoint (without -o, or at a second signal, there\n"
+               "is none).");
 }
 
 // An option's default value.   name: without dashes
@@ -428,6 +429,9 @@ inline void resolve_defaults(const CLI::App& app, Options& o) {
     if (o.total_batch <= 0) { o.total_batch = o.micro_batch(); }
     resolve_inner_steps(o);
     o.validation_batches = std::max(o.validation_batches, 0L);
+    if (o.save_every <= 0 && (o.keep_checkpoints > 0 || o.major_checkpoints > 0)) {
+        o.notes.push_back("-nk and -nm do nothing without -n: no checkpoints are saved on the way");
+    }
 }
 
 inline void apply_llmc_flags(const LlmcFlags& flags, Options& o) {
@@ -489,9 +493,8 @@ inline std::vector<std::string> notes_on_repetitions(const CLI::App& app, const 
 inline void check_prompt(const Options& o) {
     std::istringstream toml(o.toml);
     if (read_config(toml).prompt == o.prompt) { return; }
-    throw UserError(
-        "--prompt contains what config.toml cannot hold (a line break, a # or both kinds of quotes): "
-        "change it, or write with --generate");
+    throw UserError("--prompt contains what config.toml cannot hold (a line break, a # or both kinds of "
+                    "quotes): change it, or write with --generate");
 }
 
 // Throws a UserError. Prints and exits for --help and the tables.

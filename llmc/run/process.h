@@ -74,8 +74,7 @@ struct Process {
         if (!meeting_point) { meeting_point = std::make_shared<MemoryStore>(); }
         std::vector<std::string> names;
         for (int i = 0; i < size(); i++) { names.push_back(member(i)); }
-        auto meeting =
-            std::make_unique<Meeting>(meeting_point, run_name, names, index(), timeout, rank == 0);
+        auto meeting = std::make_unique<Meeting>(meeting_point, run_name, names, index(), timeout, rank == 0);
         run_id = meeting->meet();
         store = std::make_shared<PrefixStore>(meeting_point, run_id + "/");
         if (size() > 1) { keeper = std::make_unique<PlaceKeeper>(std::move(meeting), !gives_way); }
@@ -133,9 +132,7 @@ struct Process {
     // Does `set`, which calls setenv(). That is not safe beside getenv() in another thread, and the thread
     // that keeps the place may call getenv() when it connects to the store again: so it pauses. There must be
     // no other threads yet.
-    void change_environment(const std::function<void()>& set) {
-        keeper ? keeper->pause(set) : set();
-    }
+    void change_environment(const std::function<void()>& set) { keeper ? keeper->pause(set) : set(); }
 
     // The ranks of this worker.
     CommGroup inner_group() const {
@@ -152,14 +149,18 @@ struct Process {
     }
 
     // Returns when all processes have come here: then none needs another's connections any more, and the
-    // run's keys are removed. RunError if one has failed instead.
+    // run's keys are removed. CommError if one has failed instead, RunError if the store has.
     void leave() {
-        store->set("left/" + std::to_string(index()), "");
-        if (index() == 0) {
-            for (int i = 1; i < size(); i++) { await("left/" + std::to_string(i), i); }
-            store->set("all left", "");
-        }
-        await("all left", 0, 2);  // process 0 may still be writing the last model
+        try {
+            store->set("left/" + std::to_string(index()), "");
+            if (index() == 0) {
+                for (int i = 1; i < size(); i++) { await("left/" + std::to_string(i), i); }
+                store->set("all left", "");
+            }
+            await("all left", 0, 2);  // process 0 may still be writing the last model
+        } catch (const CommError&) {
+            throw;
+        } catch (const RunError& error) { throw RunError(error.what(), retry_status); }
         remove_keys();
         keeper.reset();
     }
@@ -195,8 +196,8 @@ private:
             const bool failed = store->try_get("cause").has_value();
             if (std::optional<std::string> value = store->try_get(key)) { return *value; }
             if (failed || patience.is_over()) {
-                const std::string silent = format("has been silent for %.0f s (%s--timeout)",
-                                                  patience.waited(), limits == 2 ? "twice " : "");
+                const std::string silent = format("has been silent for %g s (%s--timeout)", limits * timeout,
+                                                  limits == 2 ? "twice " : "");
                 const Cause cause = record_cause(*store, {member(from), silent});
                 throw CommError(-1, cause.text());
             }

@@ -44,9 +44,8 @@ struct RedisAddress {
 // User and password may contain %XX; an IPv6 address stands in brackets.
 inline RedisAddress parse_redis_url(const std::string& url) {
     auto wrong = [&] {
-        return UserError(
-            "the store's address is not of the form redis://[:PASSWORD@]HOST:PORT: write it so, e.g. "
-            "redis://10.0.0.1:6379");
+        return UserError("the store's address is not of the form redis://[:PASSWORD@]HOST:PORT: write it so, "
+                         "e.g. redis://10.0.0.1:6379");
     };
     auto decoded = [&](const std::string& text) {
         const std::optional<std::string> plain = percent_decoded(text);
@@ -77,9 +76,8 @@ inline RedisAddress parse_redis_url(const std::string& url) {
         }
         address.port = std::stoi(port);
     }
-    if (address.host.empty() || rest[0] == ':' ||
-        address.host.find_first_of("/@?#") != std::string::npos || address.port < 1 ||
-        address.port > 65535) {
+    if (address.host.empty() || rest[0] == ':' || address.host.find_first_of("/@?#") != std::string::npos ||
+        address.port < 1 || address.port > 65535) {
         throw wrong();
     }
     return address;
@@ -199,6 +197,11 @@ private:
             throw UserError("the store at " + where() + " refuses the password (" + text +
                             "): give --store " + (address.tls ? "rediss" : "redis") + "://:PASSWORD@" +
                             where());
+        }
+        for (const char* passing : {"MISCONF", "BUSY", "MASTERDOWN", "OOM", "ERR max number of clients"}) {
+            if (!begins_with(reply, passing)) { continue; }
+            throw TemporaryFailure("the store at " + where() + " cannot serve now (" + text +
+                                   "): try again later");
         }
         throw UserError("the store at " + where() + " refuses to serve (" + text +
                         "): check the server's settings");

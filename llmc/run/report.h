@@ -165,10 +165,8 @@ public:
             say(format("step %ld: the gradient is not finite (loss %g): its update is skipped", m.step,
                        m.loss));
         } else if (m.skipped) {
-            say(format(
-                "step %ld: loss %.4f (z-score %.1f), gradient norm %.4g (z-score %.1f): an outlier, its "
-                "update is skipped",
-                m.step, m.loss, m.loss_zscore, m.norm, m.norm_zscore));
+            say(format("step %ld: loss %.4f (z-score %.1f), gradient norm %.4g (z-score %.1f): an outlier, "
+                       "its update is skipped", m.step, m.loss, m.loss_zscore, m.norm, m.norm_zscore));
         }
         status.update(m.step, inputs.steps, m.loss, m.tokens_per_second, m.mfu);
     }

@@ -316,8 +316,7 @@ private:
             throw S3Full("the store of " + where() + " has no room (" + code + ")");
         }
         if (status == 501) {
-            throw UserError(where() + " lacks what is needed (501): use a store that supports " +
-                            "If-None-Match");
+            throw UserError(where() + " lacks what is needed (501): use a store that supports If-None-Match");
         }
         const bool is_proxys = status == 404 && code != "NoSuchBucket";  // of a proxy whose store is down
         const bool is_busy = status == 409 || status == 429 || status >= 500 || code == "RequestTimeout";

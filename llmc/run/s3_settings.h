@@ -125,9 +125,8 @@ inline std::string host_of_endpoint(const std::string& endpoint) {
     const std::string host = rest.substr(0, end), port = end < rest.size() ? rest.substr(end + 1) : "1";
     const bool is_port = !port.empty() && port.find_first_not_of("0123456789") == std::string::npos;
     if (begin == 0 || host.empty() || rest.find_first_of("/@?# ") != std::string::npos || !is_port) {
-        throw UserError(
-            "the address in AWS_ENDPOINT_URL is not of the form https://HOST[:PORT]: write it so, "
-            "without the bucket");
+        throw UserError("the address in AWS_ENDPOINT_URL is not of the form https://HOST[:PORT]: write it "
+                        "so, without the bucket");
     }
     return host[0] == '[' ? host.substr(1, host.size() - 2) : host;
 }
@@ -141,9 +140,8 @@ inline S3Settings s3_settings(const std::string& url) {
         s.bucket.size() >= 3 && s.bucket.size() <= 63 && isalnum((unsigned char)s.bucket[0]) &&
         s.bucket.find_first_not_of("abcdefghijklmnopqrstuvwxyz0123456789.-_") == std::string::npos;
     if (!is_name) {
-        throw UserError(
-            "the store's address is not of the form s3://BUCKET/PREFIX: write it so, e.g. "
-            "s3://my-bucket/my-run; keys come from the environment");
+        throw UserError("the store's address is not of the form s3://BUCKET/PREFIX: write it so, e.g. "
+                        "s3://my-bucket/my-run; keys come from the environment");
     }
     s.prefix = slash < rest.size() ? rest.substr(slash + 1) : "";
     while (!s.prefix.empty() && s.prefix.back() == '/') { s.prefix.pop_back(); }
@@ -164,9 +162,8 @@ inline S3Settings s3_settings(const std::string& url) {
     const std::string host = host_of_endpoint(s.endpoint), style = profile["addressing_style"];
     const bool is_plain = s.endpoint.rfind("http://", 0) == 0;
     if (is_plain && !is_private_host(host)) {
-        throw UserError(s.endpoint +
-                        " is a public address without TLS, over which others could read the run: "
-                        "give https:// in AWS_ENDPOINT_URL");
+        throw UserError(s.endpoint + " is a public address without TLS, over which others could read the "
+                        "run: give https:// in AWS_ENDPOINT_URL");
     }
     const bool in_host =
         style == "virtual" || (is_aws && style != "path" && s.bucket.find('.') == std::string::npos);

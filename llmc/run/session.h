@@ -200,15 +200,19 @@ struct Session {
             if (!options.output.empty()) { good = files.whole_steps(resumed.lineage); }
         } catch (const RunError& error) { throw RunError(what + error.what()); }
         good.erase(good.lower_bound(step), good.end());
+        // If this start has gained no checkpoint, another one would see the same loss; elastic workers differ.
+        const bool repeats = !options.diloco.is_elastic() && (good.empty() || *good.rbegin() <= resumed.step);
+        const int status = repeats ? mistake_status : 1;
         if (good.empty()) {
-            throw RunError(what +
-                           "start again with a lower -l or a longer -u (there is no earlier checkpoint)");
+            throw RunError(
+                what + "start again with a lower -l or a longer -u (there is no earlier checkpoint)", status);
         }
         const bool is_suspect_there = !first_that_exists({files.state(step)}).empty();
         const std::string suspect = folder + format("/state_%08ld_*.bin", step);
         throw RunError(what + (is_suspect_there ? "remove " + suspect + ", then " : "") +
                        format("resume (-y 1) from the last good checkpoint, of step %ld, with a lower -l or "
-                              "-sg 4; unchanged, the run would fail again", *good.rbegin()));
+                              "-sg 4; unchanged, the run would fail again", *good.rbegin()),
+                       status);
     }
 
     void validated(long step, float loss) {

@@ -14,9 +14,7 @@ public:
     bool may_leave_steps = false;  // otherwise steps are always completed; the same on all ranks
 
     // comm, stream: between the ranks of the worker, for its life. Votes are not counted as its traffic.
-    StopVote(Comm& comm, Stream& stream) : comm(comm), stream(stream) {
-        one.data()[0] = 1;
-    }
+    StopVote(Comm& comm, Stream& stream) : comm(comm), stream(stream) { one.data()[0] = 1; }
 
     // Sets *stop, which the ranks sum with the loss, if this rank was asked.
     void tell(float* stop, Stream& main) {

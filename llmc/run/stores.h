@@ -26,9 +26,8 @@ struct RedisStore : MemoryStore {
 #endif
 #ifdef WITHOUT_CURL
 [[noreturn]] inline void refuse_s3() {
-    throw UserError(
-        "--store s3:// is not in this build: give file:DIR or redis://, or build again with libcurl "
-        "and expat");
+    throw UserError("--store s3:// is not in this build: give file:DIR or redis://, or build again with "
+                    "libcurl and expat");
 }
 struct S3Store : MemoryStore {
     S3Store(const std::string&, double) { refuse_s3(); }
@@ -51,10 +50,9 @@ inline std::string folder_of_store(const std::string& url) {
     }
     // The message quotes only the kind, if there is one: the rest may contain a password.
     const std::string kind = url.substr(0, url.find(':'));
-    throw UserError(
-        "the store '" + (kind.find('@') == kind.npos ? kind : "") +
-        ":...' is of an unknown kind: give --store file:DIR, redis://[:PASSWORD@]HOST:PORT or "
-        "s3://BUCKET/PREFIX");
+    throw UserError("the store '" + (kind.find('@') == kind.npos ? kind : "") +
+                    ":...' is of an unknown kind: give --store file:DIR, redis://[:PASSWORD@]HOST:PORT or "
+                    "s3://BUCKET/PREFIX");
 }
 
 // UserError for a URL of no known kind, and for a store that cannot be used.

@@ -92,21 +92,13 @@ private:
             size_t count = 0;
             const int result = call(count);
             if (result > 0) { return count; }
-            const int system_error = errno;
-            switch (SSL_get_error(tls.get(), result)) {
-                case SSL_ERROR_WANT_READ:
-                    wait_for(POLLIN);
-                    break;
-                case SSL_ERROR_WANT_WRITE:
-                    wait_for(POLLOUT);
-                    break;
-                case SSL_ERROR_SYSCALL:
-                    lose(system_error ? strerror(system_error) : "the server closed the connection");
-                case SSL_ERROR_ZERO_RETURN:
-                    lose("the server closed the connection");
-                default:
-                    fail();
+            const int system_error = errno, error = SSL_get_error(tls.get(), result);
+            if (error == SSL_ERROR_SYSCALL && system_error) { lose(strerror(system_error)); }
+            if (error == SSL_ERROR_SYSCALL || error == SSL_ERROR_ZERO_RETURN) {
+                lose("the server closed the connection");
             }
+            if (error != SSL_ERROR_WANT_READ && error != SSL_ERROR_WANT_WRITE) { fail(); }
+            wait_for(error == SSL_ERROR_WANT_READ ? POLLIN : POLLOUT);
         }
     }
 

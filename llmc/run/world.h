@@ -38,9 +38,7 @@ inline long environment_number(const char* name) {
 }
 
 // The same, or 0 if the variable is missing.
-inline int number_or_zero(const char* name) {
-    return getenv(name) ? int(environment_number(name)) : 0;
-}
+inline int number_or_zero(const char* name) { return getenv(name) ? int(environment_number(name)) : 0; }
 
 // A SLURM step, if it has several tasks or as many as a run of `expected` processes.
 inline std::optional<World> find_slurm_step(long expected) {

@@ -271,7 +271,6 @@ private:
         }
     }
 
-    // Reads row i of the batch.
     void read_row(const Place& place, long i) {
         file_of(place.shard).read(tokens.data(), row_bytes(), data_offset(place.token));
         check_tokens(place.shard, tokens.data(), tokens.size(), place.token);

@@ -28,9 +28,7 @@ struct EvalExample {
     // Tokens of the longest sequence to evaluate: the context and one completion.
     size_t longest_sequence() const {
         size_t longest = 0;
-        for (const std::vector<int>& completion : completions) {
-            longest = std::max(longest, completion.size());
-        }
+        for (const auto& completion : completions) { longest = std::max(longest, completion.size()); }
         return context.size() + longest;
     }
 };
@@ -54,10 +52,8 @@ public:
     // UserError if a sequence of this set is longer than T tokens.
     void check_fits(int T) const {
         if (longest <= size_t(T)) { return; }
-        throw UserError(
-            format("%s has sequences of %zu tokens (example %ld), more than %d positions: raise -t, or give "
-                   "another eval set",
-                   file.name().c_str(), longest, longest_at, T));
+        throw UserError(format("%s has sequences of %zu tokens (example %ld), more than %d positions: raise "
+                               "-t, or give another eval set", file.name().c_str(), longest, longest_at, T));
     }
 
     // i: at least 0 and less than size()

@@ -16,9 +16,8 @@
 class Gpt2Pattern {
 public:
     Gpt2Pattern() {
-        throw UserError(
-            "a prompt for this tokenizer needs PCRE2, which is not in this build: install it (libpcre2-dev) "
-            "and build again, or use a byte tokenizer");
+        throw UserError("a prompt for this tokenizer needs PCRE2, which is not in this build: install it "
+                        "(libpcre2-dev) and build again, or use a byte tokenizer");
     }
     template <typename Take>
     void cut(std::string_view, Take) const {}

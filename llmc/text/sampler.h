@@ -37,7 +37,6 @@ inline std::vector<double> sampling_weights(const float* logits, int n, float la
     return weights;
 }
 
-// The tokens that can be drawn.
 inline std::vector<int> drawable_tokens(const std::vector<double>& weights) {
     std::vector<int> tokens;
     for (size_t i = 0; i < weights.size(); i++) {

@@ -408,11 +408,11 @@ private:
         Stream& main = *now.main;
         const PayloadLayout layout = layout_of(sync);
         const int count = int(contributions.size());
-        for (int i = 0; i < count; i++) {
-            memcpy(host_received + size_t(i) * layout.bytes, contributions[size_t(i)].payload.data(),
-                   layout.bytes);
+        const long bytes = long(layout.bytes);
+        for (int i = 0; i < count; i++) {  // a GPU fetches each while the host copies the next
+            memcpy(host_received + i * bytes, contributions[size_t(i)].payload.data(), layout.bytes);
+            device::copy_to_device(received + i * bytes, host_received + i * bytes, bytes, main);
         }
-        device::copy_to_device(received.data(), host_received.data(), long(layout.bytes) * count, main);
         mean_of_payloads(shard.mean, weights.data(), received, count, layout, main);
         device::sum_rows(sums, partial, received, layout.bytes, count, layout, shard.mean, main);
         device::copy_to_host_later(host_sums.data(), sums.data(), row_sums(count), main);

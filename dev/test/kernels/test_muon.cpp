@@ -143,6 +143,22 @@ TEST(Muon, NewtonSchulzMatchesDoublePrecisionForAnyShape) {
     }
 }
 
+TEST(Muon, ABatchHasTheBitsOfItsMatrices) {
+    const int side = 24, batch = 4;
+    Floats all;
+    for (int i = 0; i < batch; i++) {
+        for (float v : matrix(side, side)) { all.push_back(v * float(i + 1) + 0.01f * float(i) * float(all.size() % 7)); }
+    }
+    Stream stream;
+    device::Matmul matmul(MatmulPrecision::highest);
+    NewtonSchulz scratch(long(batch) * side * side, side, batch);
+    DeviceArray<floatX> x(to_floatX(all)), y(to_floatX(all));
+    newton_schulz(scratch, matmul, x, side, side, 2.5f, stream, batch);
+    for (int i = 0; i < batch; i++) { newton_schulz(scratch, matmul, y + i * side * side, side, side, 2.5f, stream); }
+    stream.synchronize();
+    expect_same_bits(x.to_host(), y.to_host(), "batch");
+}
+
 TEST(Muon, RefusesWhatItCannotLoadInPacksOrDrawsNoBitsFor) {
     cuda::Stream stream;
     DeviceArray<floatX> x(Floats(64, 1.0f).size()), y(64);

@@ -50,6 +50,12 @@ def test_without_H_one_is_chosen_from_the_steps_and_a_resumed_run_keeps_it(train
     assert "outer steps" not in train("alone", {"--layers": 2, "-x": 4}).stdout
 
 
+def test_what_does_nothing_without_checkpoints_is_said(train):
+    said = "note       -nk and -nm do nothing without -n"
+    assert said in train("without", {"-nk": 3, "-x": 2}).stdout
+    assert said not in train("with", {"-nk": 3, "-x": 2, "-n": 1}).stdout
+
+
 def test_workers_at_other_sites_keep_their_H_too(start_worker, tmp_path):
     options = {name: value for name, value in OUTER.items() if name not in ("--inner-steps", "--overlap")}
     for steps in (40, 400):

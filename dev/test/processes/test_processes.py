@@ -132,6 +132,15 @@ def test_a_store_is_made_only_when_processes_meet(tmp_path, start_worker):
     assert run.wait() == 2 and not (tmp_path / "store").exists(), run.output()
 
 
+def test_a_store_that_is_lost_before_the_end_loses_no_model_and_is_status_75(tmp_path, start_worker):
+    options = {**WORKERS, "-x": 400, "-n": 0, "--store": f"file:{tmp_path}/store", "--timeout": 10}
+    runs = [start_worker(worker, options) for worker in (0, 1)]
+    assert wait_until(lambda: steps_logged(runs[0].folder) > 5), "the run does not start"
+    shutil.rmtree(tmp_path / "store")
+    assert [run.wait() for run in runs] == [75, 75], [run.output() for run in runs]
+    assert list(runs[0].folder.glob("model_00000400.bin"))
+
+
 def test_a_wrong_password_is_one_line(redis, start_worker):
     run = start_worker(0, {**WORKERS, "--store": redis.replace("secret", "wrong")})
     assert run.wait() == 2 and "password" in run.output()

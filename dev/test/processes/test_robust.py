@@ -66,7 +66,7 @@ DIVERGING = {"-l": 1e18, "-k": "constant", "-u": 0, "-x": 60, "--clip": 0}
 def test_a_loss_that_is_no_number_ends_the_run_and_names_the_last_good_checkpoint(train, tmp_path):
     good = {"-n": 4, "-x": 8, "-k": "constant"}
     train("run", good)
-    run = train("run", {**DIVERGING, "-n": 4, "-y": 1}, status=1)
+    run = train("run", {**DIVERGING, "-n": 4, "-y": 1}, status=2)
     assert "checkpoint, of step 8," in run.stderr and "loss of step" in run.stderr, run.stderr
     assert run.stderr.count("\n") == 1
     # Checkpoints of parameters that are no numbers would only be in the way of a resume.
@@ -83,7 +83,7 @@ def test_what_it_says_to_remove_is_in_the_way_and_its_removal_is_enough(train, s
     plain = {**shape, "-n": 4, "--clip": 0, "-y": 1}
     train("run", {**plain, "-x": 8})
     train("run", {**plain, "-x": 9, "-l": 1e18})
-    run = train("run", {**plain, "-x": 12}, status=1)
+    run = train("run", {**plain, "-x": 12}, status=2)
     named = run.folder / "state_00000009_*.bin"
     assert f"remove {named}, then" in run.stderr and "checkpoint, of step 8," in run.stderr, run.stderr
     assert run.stderr.count("\n") == 1
@@ -95,20 +95,28 @@ def test_what_it_says_to_remove_is_in_the_way_and_its_removal_is_enough(train, s
     assert "resumed after step 8" in again.stdout and numpy.isfinite(again.losses()).all()
 
 
+def test_a_loop_tries_once_more_only_if_a_start_has_gained_a_checkpoint(train):
+    """Here the parameters grow until a loss is not a number, at step 11."""
+    options = {"-l": 3e9, "-u": 60, "-k": "constant", "-x": 60, "--clip": 0, "-n": 1, "-y": 1}
+    first = train("run", options, status=1)
+    again = train("run", options, status=2)
+    assert "loss of step" in first.stderr and "resumed after step" in again.stdout
+
+
 def test_without_checkpoints_it_says_to_start_again(train):
-    run = train("run", DIVERGING, status=1)
+    run = train("run", DIVERGING, status=2)
     assert "start again" in run.stderr and run.stderr.count("\n") == 1
 
 
 def test_the_checkpoint_of_the_parameters_that_gave_that_loss_is_not_called_good(train):
     train("run", {**DIVERGING, "-x": 1, "-n": 1})
-    run = train("run", {**DIVERGING, "-x": 4, "-n": 4, "-y": 1}, status=1)
+    run = train("run", {**DIVERGING, "-x": 4, "-n": 4, "-y": 1}, status=2)
     assert "start again" in run.stderr and "no earlier checkpoint" in run.stderr, run.stderr
 
 
 @pytest.mark.parametrize("shape", [{}, {"--workers": 2, "-H": 1, "--overlap": 0}])
 def test_a_validation_loss_that_is_no_number_ends_the_run_before_its_model_is_written(train, shape):
-    run = train("run", {**DIVERGING, **shape, "-x": 1, "-v": 1, "--eval": "local"}, status=1)
+    run = train("run", {**DIVERGING, **shape, "-x": 1, "-v": 1, "--eval": "local"}, status=2)
     assert "the validation loss after step 1 is not a number: start again" in run.stderr, run.stderr
     assert run.stderr.count("\n") == 1 and not list(run.folder.glob("model_*"))
 
@@ -125,13 +133,13 @@ def test_on_a_terminal_why_a_run_ends_is_a_line_of_its_own(tokens, tmp_path):
     except OSError:  # Linux says so at the end of what a terminal has
         pass
     os.close(master)
-    assert started.wait(timeout=60) == 1
+    assert started.wait(timeout=60) == 2
     last = shown.decode().rstrip().split("\r\n")[-1]
     assert b"step 1/60" in shown and last.split("\x1b[K")[-1].startswith("error: the loss of step"), shown
 
 
 def test_workers_that_diverge_end_their_run(train):
-    run = train("run", {**DIVERGING, "--workers": 2, "-H": 6, "--fragment-layers": 1}, status=1)
+    run = train("run", {**DIVERGING, "--workers": 2, "-H": 6, "--fragment-layers": 1}, status=2)
     assert "loss of step" in run.stderr
 
 

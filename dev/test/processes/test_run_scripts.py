@@ -543,6 +543,13 @@ def test_a_mistake_ends_an_elastic_job_only_at_its_first_start(tokens, tmp_path)
     assert log.exists()
 
 
+@pytest.mark.parametrize("status, requeued", [(75, True), (1, False), (2, False)])
+def test_a_job_of_all_workers_is_requeued_if_it_may_be_tried_again(tokens, tmp_path, status, requeued):
+    log = tmp_path / "requeued"
+    run_by_slurm_stand_ins(tokens, tmp_path, f"exit {status}", f"touch {log}", status)
+    assert log.exists() == requeued
+
+
 def test_a_requeue_is_tried_again_while_slurms_controller_is_away(tokens, tmp_path):
     tries = tmp_path / "tries"
     stand_in(tmp_path / "bin" / "sleep", "exit 0")

@@ -299,6 +299,24 @@ TEST(ResumePoint, checkpoints_of_two_shapes_of_one_run_are_taken_newest_first) {
     EXPECT_EQ(agreement_in(folder.name(), {1, 2}).result, "40 " + run_a + " 2x1");
 }
 
+TEST(ResumePoint, a_newer_one_of_another_shape_whose_files_lie_elsewhere_is_not_passed_over) {
+    TemporaryFolder folders[2];
+    for (int worker : {0, 1}) {
+        const std::string folder = folders[worker].name();
+        add_state(folder, 20, worker, {2, 1});
+        add_done(folder, 20, {2, 1});
+        for (int rank : {0, 1}) { add_state(folder, 40, 2 * worker + rank, {2, 2}); }
+        add_done(folder, 40, {2, 2});
+    }
+    const std::vector<std::string> both = {folders[0].name(), folders[1].name()};
+    EXPECT_EQ(agreement_of({2, 1}, both).result,
+              "error: step 40, of 2 x 2 processes, is newer than step 20, the newest that can be resumed here: "
+              "give the --workers and --ranks that the run had last, or copy all files of that step to each "
+              "process, or remove DONE_00000040");
+    for (const std::string& folder : both) { std::filesystem::remove(done_path(folder, 40)); }
+    EXPECT_EQ(agreement_of({2, 1}, both).result, "20 " + run_a + " 2x1");
+}
+
 TEST(ResumePoint, where_there_is_nothing_training_starts_anew_and_a_note_says_so) {
     TemporaryFolder folder;
     write_bytes(folder / "main.log", "s:0 tel:1\n");

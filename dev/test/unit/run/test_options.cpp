@@ -150,7 +150,7 @@ TEST(LlmcFlags, those_that_change_nothing_are_named_in_one_note) {
         EXPECT_TRUE(contains(o.notes[0], flag));
     }
     EXPECT_EQ(o.notes[0].find('\n'), std::string::npos);
-    EXPECT_TRUE(parsed("-i x -nk 5 -f 1 -pn 1 -pr 0 -pi mpi").notes.empty());
+    EXPECT_TRUE(parsed("-i x -o x -n 9 -nk 5 -f 1 -pn 1 -pr 0 -pi mpi").notes.empty());
 }
 
 struct Refusal {

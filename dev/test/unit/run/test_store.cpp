@@ -527,6 +527,14 @@ TEST(RedisStore, a_server_that_still_reads_its_data_is_waited_for) {
     EXPECT_EQ(store->try_get("key"), "value");
 }
 
+TEST(RedisStore, a_server_that_cannot_serve_now_may_be_tried_again) {
+    for (const std::string reply : {"MISCONF Redis is configured to save RDB snapshots",
+                                    "ERR max number of clients reached"}) {
+        FakeServer server([&](int connection) { answer_with(connection, {"-" + reply + "\r\n"}); });
+        EXPECT_THROW(open_store("redis://127.0.0.1:" + std::to_string(server.port), 1), TemporaryFailure);
+    }
+}
+
 TEST(RedisStore, a_connection_that_has_fallen_silent_is_made_again) {
     int connections = 0;
     FakeServer server([&](int connection) {
