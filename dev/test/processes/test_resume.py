@@ -795,7 +795,7 @@ def test_a_folder_that_is_gone_is_one_line_and_training_goes_on(begin, run):
     folder = start.folders[0]
     assert wait_until(lambda: start.written().newest_done() > 0, start)
     folder.rename(folder.with_name("elsewhere"))
-    assert start.wait() == [1], start.output()
+    assert start.wait() == [2], start.output()
     assert messages(start) and all("No such file" in line for line in messages(start))
     folder.with_name("elsewhere").rename(folder)
     assert steps_logged(start) == 600
@@ -821,7 +821,7 @@ def test_on_a_full_disk_the_last_whole_checkpoint_resumes(run, begin, small_disk
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "run").symlink_to(small_disk)
     start = begin("full", options)
-    assert start.wait() == [1], start.output()
+    assert start.wait() == [2], start.output()
     # It trains to its end without what does not fit: checkpoints, and lines of its logs.
     lost = (r"(\[1\.0\] )?warning: a log cannot be written \(No space left on device\): "
             r"lines are lost there, and the run continues")
