@@ -22,6 +22,7 @@
 #include "llmc/layers.h"
 #include "llmc/layout.h"
 #include "llmc/muon.h"
+#include "llmc/run/addresses.h"
 #include "llmc/run/inputs.h"
 #include "llmc/run/launch.h"
 #include "llmc/run/memory.h"
@@ -714,7 +715,8 @@ inline void train_step(Run& run, long step) {
     StepResult& result = run.last_result();
     result.update = totals.updates;
     const long steps = run.inputs.steps;
-    const LearningRateSchedule of_muon = with_peak(o.schedule, o.muon.learning_rate);
+    LearningRateSchedule of_muon = o.schedule;
+    of_muon.peak = o.muon.learning_rate;
     const float warmup = join_warmup(totals), lr = learning_rate(o.schedule, steps, step - 1) * warmup;
     const Traffic inner = worker.traffic;  // compute_gradients() joined the streams: nothing writes it now
     update(worker, o, lr, learning_rate(of_muon, steps, step - 1) * warmup);
@@ -766,11 +768,8 @@ inline void end_step(Run& run, long step) {
     if (!last && step > run.step_before) { evaluate(run, step); }
     const double start = now_seconds();
     TrainingSnapshot* snapshot = saves ? &take_snapshot(run, step) : nullptr;
-    if (last) {
-        finish(run, step);
-    } else if (run.outer && run.is_stopping()) {
-        run.outer->collect_in_flight(run.main);
-    }
+    if (last) { finish(run, step); }
+    if (!last && run.outer && run.is_stopping()) { run.outer->collect_in_flight(run.main); }
     if (run.is_over()) { return; }
     if (run.has_left() && run.checkpoints && !snapshot) { snapshot = &take_snapshot(run, step); }
     if (!snapshot) { return; }
@@ -938,6 +937,7 @@ inline int train(const Options& o, Process& process) {
     Inputs in = open_inputs(o, process);
     if (o.diloco.streams()) { validate(o.diloco, in.steps, o.workers); }
     const std::vector<Fragment> fragments = make_fragments(in.layout, o.diloco);
+    if (o.diloco.transport == "tcp" && !o.interface.empty()) { interface_address(o.interface); }  // it exists
     process.meet();
     std::unique_ptr<Run> run;  // outlives an error: on a GPU, freeing it may wait for a peer that has died
     bool is_complete = false;

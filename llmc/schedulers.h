@@ -23,11 +23,6 @@ struct LearningRateSchedule {
     float final_fraction = 1;  // of the peak, at the end of cosine, linear and wsd
 };
 
-inline LearningRateSchedule with_peak(LearningRateSchedule schedule, float peak) {
-    schedule.peak = peak;
-    return schedule;
-}
-
 // The learning rate of step 0, 1, ... total_steps - 1. If a decay begins after b steps, `step` is
 // (step - b) / (total_steps - b) of the way through it, so the last step still moves the model.
 inline float learning_rate(const LearningRateSchedule& schedule, long total_steps, long step) {

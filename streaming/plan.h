@@ -27,8 +27,8 @@ inline void validate(const DilocoOptions& options, long steps, int workers) {
                                "average, or one worker with more ranks", workers));
     }
     if (steps >= 0 && steps < H) {
-        throw UserError(format("%ld steps with %ld inner steps (H): train for at least that many, or not all "
-                               "fragments are exchanged", steps, H));
+        throw UserError(format("%ld steps are fewer than H = %ld, so some fragments would never be exchanged: "
+                               "train for more steps (-x), or lower -H", steps, H));
     }
 }
 

@@ -24,6 +24,7 @@ TEMPLATES = """
 void templates(cuda::Stream& stream) {
     cuda::cast<floatX, float>(nullptr, nullptr, 8, stream);
     cuda::cast<float, floatX>(nullptr, nullptr, 8, stream);
+    cuda::global_norm_squared<float>(nullptr, nullptr, 8, stream);
 }
 """
 

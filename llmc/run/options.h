@@ -213,8 +213,9 @@ inline OptionTable option_table(Options& o) {
          anything, !saved},
         {"--run-name", &o.run_name,
          "Name of the run in the store; runs that share a store need different names", Scope::worker},
-        {"--timeout", &o.timeout, "Seconds to wait for other processes or the store before giving up",
-         Scope::worker, CLI::Range(1.0, 1e6)},
+        {"--timeout", &o.timeout,
+         "Seconds to wait for other processes or the store before giving up (an elastic worker waits for the "
+         "run to begin without a limit)", Scope::worker, CLI::Range(1.0, 1e6)},
     });
     add_section(table, "Streaming DiLoCo", o.diloco.streams(), {
         {"-H,--inner-steps", &o.diloco.inner_steps,

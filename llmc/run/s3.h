@@ -285,7 +285,9 @@ private:
         const bool is_absent = answer.status == 404 && code == "NoSuchKey" && !transfer.request->body;
         const bool is_answer = answer.status == 200 || answer.status == 204 || answer.is_taken() || is_absent;
         if (result == CURLE_OK && is_answer) { return transfer.is_done = true; }
-        renew_keys();  // whatever the failure: a refusal may be lost on the way
+        // Reads the keys again, whatever the failure, since a refusal may be lost on the way.
+        const S3Keys found = s3_keys(s3_profile());
+        if (!found.id.empty() && !found.secret.empty()) { keys = found; }  // else the file is away
         // Keys that were good once are renewed sooner or later.
         const bool may_pass = are_keys_refused(code) &&
                               (keys != transfer.keys || is_served || code == "ExpiredToken");
@@ -301,12 +303,6 @@ private:
         }
         transfer.start_at = now + std::min(2.0, 0.05 * double(1 << std::min(transfer.failures, 6)));
         return false;
-    }
-
-    // Reads the keys again, unless the file is away.
-    void renew_keys() {
-        const S3Keys found = s3_keys(s3_profile());
-        if (!found.id.empty() && !found.secret.empty()) { keys = found; }
     }
 
     // Throws a UserError, TemporaryFailure or S3Full, unless the request may succeed another time.

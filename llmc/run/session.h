@@ -22,7 +22,6 @@
 #include "llmc/error.h"
 #include "llmc/file.h"
 #include "llmc/run/accelerator.h"
-#include "llmc/run/addresses.h"
 #include "llmc/run/comms.h"
 #include "llmc/run/fingerprint.h"
 #include "llmc/run/inputs.h"
@@ -112,8 +111,6 @@ inline void agree(const Options& o, Process& process, Inputs& in, const std::fun
     process.check_together("output", [&] {
         if (!o.output.empty() && !o.resume) { refuse_models(checkpoint_folder(o, process)); }
     });
-    // UserError if there is no such network interface. (NCCL's is checked when it is set.)
-    if (o.diloco.transport == "tcp" && !o.interface.empty()) { interface_address(o.interface); }
     process.check_together("folder", [&] { lock_folder(o, process); });
 }
 

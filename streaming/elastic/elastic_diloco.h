@@ -258,7 +258,7 @@ private:
             all_leave = leaves && mine.kind == LogTurn::wait;
             return mine;
         }
-        const int64_t own[] = {mine.kind, mine.step, leaves, has_loaded};
+        const int64_t own[] = {mine.kind, mine.step, leaves + !given_up.empty(), has_loaded};
         std::copy_n(own, 4, turns.data());
         device::copy_to_device(device_turns.data(), turns.data(), 4, inner_stream);
         inner.all_gather(device_turns + 4, device_turns.data(), sizeof own, inner_stream);
@@ -266,15 +266,18 @@ private:
         inner_stream.record(gathered);
         inner.wait(gathered);
         LogTurn all{LogTurn::go_on};
-        bool one_leaves = false;
+        int64_t one_leaves = 0;  // 2: since it has given up
         for (int rank = 0; rank < inner.size(); rank++) {
             const LogTurn::Kind kind = LogTurn::Kind(turns[4 * rank]);
             if (kind > all.kind) { all = {kind}; }
             if (kind == all.kind) { all.step = std::max(all.step, long(turns[4 * rank + 1])); }
-            one_leaves = one_leaves || turns[4 * rank + 2] != 0;
+            one_leaves = std::max(one_leaves, turns[4 * rank + 2]);
             has_loaded = has_loaded || turns[4 * rank + 3] != 0;  // then all ranks have joined
         }
-        all_leave = one_leaves && all.kind == LogTurn::wait;
+        all_leave = one_leaves > 0 && all.kind == LogTurn::wait;
+        if (all_leave && one_leaves > 1 && given_up.empty()) {
+            given_up = format("another rank of worker %d has given up its wait", shard.worker);
+        }
         return all;
     }
 

@@ -180,8 +180,11 @@ private:
         return {StoreRequest::put_if_absent, folder, chunk_name(me, chunk), std::move(bytes),
                 /*asks_winner=*/false};
     }
+    static bool writes(const StoreRequest& one) {
+        return one.kind == StoreRequest::put || one.kind == StoreRequest::put_if_absent;
+    }
     bool is_of_lines(const StoreRequest& one) const { return one.folder.rfind(key("sent/"), 0) == 0; }
-    void lose_store(const std::string& trouble, double now);
+    void lose_store(const StoreRequest& lost, const std::string& trouble, double now);
     void make_room(double now);
     void forgive(double seconds, double now);
     void choose(double now);
@@ -191,6 +194,13 @@ private:
     void ask_chores();
     void add_removal(const std::string& folder, const std::string& name = "", bool can_wait = false) {
         ask_later({StoreRequest::remove, folder, name}, ignore, can_wait);
+    }
+
+    // The newest sync up to which this worker has applied all.
+    long all_applied() const {
+        long next = std::numeric_limits<long>::max();
+        for (const Slot& slot : slots) { next = std::min(next, slot.sync); }
+        return next - 1;
     }
 
     // Starting (sync_log_start.h)
@@ -316,7 +326,7 @@ private:
     void load_snapshot();
 
     // Removing what nobody needs any more (sync_log_snapshots.h)
-    void sweep(bool with_snapshots);
+    void sweep(bool with_snapshots, bool is_in_need = false);
     void sweep_by(StoreRequest request, Handler then) {
         ask_later(std::move(request), std::move(then), true);
     }
@@ -349,6 +359,7 @@ private:
     double asked_at = 0, cut_off_since = 0, retry_at = 0;
     bool asks_beats = false;  // a fragment's requests are to be followed by a look around
     bool is_cut_off = false;  // the last answer was lost
+    bool refuses_writes = false;  // then a write was lost: a store that is full still answers what only reads
     std::string trouble, listen_trouble;  // why answers were lost: of requests(), of listen()
     std::vector<Asked> chores;
     bool chores_can_wait = false;
@@ -390,6 +401,7 @@ private:
     bool are_few = false;                  // its last sync's entry named at most half of the workers
     std::optional<Giving> giving;
     double sweeps_at = long_ago;   // if the store is full
+    bool has_told_need = false;    // that it removes payloads that checkpoints lack
     double gives_from = long_ago;  // it gives no snapshot before
     int times_put_off = 0;         // since it has given one
     Snapshot snapshot;

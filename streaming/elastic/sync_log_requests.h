@@ -22,7 +22,8 @@ inline void SyncLog::answer(const std::vector<StoreAnswer>& answers, double now)
     retry_at = 0;
     size_t next = 0;
     for (; next < batch.size() && !answers[next].lost; next++) {
-        if (std::exchange(is_cut_off, false)) {
+        if (is_cut_off && (!refuses_writes || writes(batch[next].request))) {
+            is_cut_off = refuses_writes = false;
             say(LogEventKind::store_back, "has the store again");
             forgive(now - cut_off_since, now);
             asked_at = now;
@@ -32,7 +33,7 @@ inline void SyncLog::answer(const std::vector<StoreAnswer>& answers, double now)
     }
     if (next == batch.size()) { return; }
     const size_t lost = next;
-    lose_store(answers[lost].trouble, now);
+    lose_store(batch[lost].request, answers[lost].trouble, now);
     const auto decides = [this](const StoreRequest& one) {  // an entry, or a line that closes another's place
         const bool is_line = one.kind == rules.line_is_written_by() && is_of_lines(one);
         return one.folder == key("entry") || (in_bucket() && is_line && one.name != words(me.worker));
@@ -63,10 +64,8 @@ inline LogPulse SyncLog::pulse() const {
     const bool is_known = phase == Phase::agreeing || phase == Phase::running || phase == Phase::behind;
     if (!is_known) { return LogPulse(); }
     const long promised = phase == Phase::behind ? LogBeat::needs_snapshot : promise;
-    long newest = newest_sent;  // or applied, by the start that it resumes or by the giver of its snapshot
-    for (const Slot& slot : slots) {
-        if (phase == Phase::running) { newest = std::max(newest, slot.sync - schedule.fragments()); }
-    }
+    // Or applied, as are all before it, by the start that it resumes or by the giver of its snapshot.
+    const long newest = phase == Phase::running ? std::max(newest_sent, all_applied()) : newest_sent;
     return {generation, key("beat"), me.worker, {me.number, 0, promised, newest}};
 }
 
@@ -81,13 +80,14 @@ inline void SyncLog::check_generation(const StoreAnswer& answer) {
 // -----------------------------------------------------------------------------------------------------------
 // Asking: what goes out together
 
-inline void SyncLog::lose_store(const std::string& trouble, double now) {
+inline void SyncLog::lose_store(const StoreRequest& lost, const std::string& trouble, double now) {
     if (!std::exchange(is_cut_off, true)) {
         say(LogEventKind::store_lost, "has lost the store, and continues until it needs the store" +
                                           (trouble.empty() ? "" : ": " + trouble));
         cut_off_since = asked_at;
     }
     this->trouble = trouble;
+    refuses_writes |= writes(lost);
     retry_at = now + options.retry;
     // A store that comes back may have lost its newest data. An entry must not stand on lost lines: their
     // senders would find the entry and not send again.
@@ -113,17 +113,20 @@ inline void SyncLog::make_room(double now) {
         put_off_giving("the store has no memory left for it", now);
     }
     if (phase == Phase::running && has_looked && now >= sweeps_at) {  // without room, nobody decides a sync
+        // The last time did not help, or not for long: the run's checkpoints stand still.
+        const bool is_in_need = options.checkpoints && now < sweeps_at + options.elastic.grace;
         sweeps_at = now + options.elastic.grace;
-        sweep(true);
+        if (is_in_need && !std::exchange(has_told_need, true)) {
+            say(LogEventKind::too_few, "removes payloads that no checkpoint contains yet: the store is full");
+        }
+        sweep(true, is_in_need);
     }
-    const auto writes = [this](const Asked& one) {
-        const auto kind = one.request.kind;
-        const bool is_trim = is_of_lines(one.request);  // the line is written again, without its payload
-        return (kind == StoreRequest::put || kind == StoreRequest::put_if_absent) && !is_trim;
+    const auto takes_room = [this](const Asked& one) {
+        return writes(one.request) && !is_of_lines(one.request);  // lines: again, without their payloads
     };
     const auto removes = [](const Asked& one) { return one.request.kind == StoreRequest::remove; };
     std::stable_partition(asked.begin(), asked.end(), removes);
-    const auto first = std::stable_partition(chores.begin(), chores.end(), writes);
+    const auto first = std::stable_partition(chores.begin(), chores.end(), takes_room);
     asked.insert(asked.begin(), std::make_move_iterator(first), std::make_move_iterator(chores.end()));
     chores.erase(first, chores.end());
 }

@@ -342,7 +342,8 @@ inline void SyncLog::load_snapshot() {
     const std::string line = beginning.substr(0, beginning.find('\n'));
     shard.load(snapshot.bytes, line.size() + 1);
     enter(parse_numbers(line), false);
-    for (const Slot& slot : slots) { note_open(slot.sync - schedule.fragments()); }  // what the giver applied
+    note_open(all_applied());  // by the giver
+    add_removal(key("done"), std::to_string(me.worker));
     say(LogEventKind::takes_snapshot, "continues from a snapshot, with its fragments at syncs " + line);
     forget_snapshot();
     phase = Phase::running;
@@ -352,16 +353,17 @@ inline void SyncLog::load_snapshot() {
 // Removal: once a period, over a bucket every second one, a decider removes what nobody needs any more
 
 // After a power cut some files of a folder may be empty: positions that are not of all fragments are ignored.
-inline void SyncLog::sweep(bool with_snapshots) {
+inline void SyncLog::sweep(bool with_snapshots, bool is_in_need) {
     auto held = std::make_shared<std::vector<long>>(slots.size(), std::numeric_limits<long>::max());
     sweep_by({StoreRequest::list, key("held")},
              [this, held](const StoreAnswer& answer, double) { note_held(answer.listing, *held); });
-    sweep_by({StoreRequest::list, key("durable")}, [this, held](const StoreAnswer& answer, double) {
+    const bool waits = options.checkpoints && !is_in_need;  // for checkpoints that contain them
+    sweep_by({StoreRequest::list, key("durable")}, [this, held, waits](const StoreAnswer& answer, double) {
         const long first = covered(answer.listing);
         std::vector<long> oldest;
         for (int p = 0; p < schedule.fragments(); p++) {
             const long index = newest_decided(slots[size_t(p)]);
-            const long durable = options.checkpoints ? schedule.index_from(p, first) : index;
+            const long durable = waits ? schedule.index_from(p, first) : index;
             const long kept = rules.oldest_kept(index, options.elastic.retain, durable);
             oldest.push_back(std::min(kept, (*held)[size_t(p)]));
         }

@@ -52,7 +52,7 @@ inline void SyncLog::register_start() {
             me.number = next_number;
             say(LogEventKind::starts, "starts as " + me.text());
             agree_from = now;
-            add_removal(key("done"), std::to_string(me.worker));
+            if (start.from_checkpoint) { add_removal(key("done"), std::to_string(me.worker)); }
             phase = generation == start.generation ? Phase::running : Phase::agreeing;
             // The positions of a checkpoint of another generation mean nothing here, unless the log begins
             // with that checkpoint.
@@ -114,12 +114,9 @@ inline void SyncLog::agree_on(const Listing& registered, double now) {
         held.push_back(LogBase::parse(registered.at(who.text())));
     }
     const std::optional<LogBase> base = base_to_begin_with(held);
-    const char* tie = "equally many workers hold different states after the same syncs";
-    if (base) {
-        beginning = LogBeginning{*base, members};
-    } else {
-        all ? stop(std::string("it is unclear whose checkpoints are right: ") + tie) : say_waits(tie);
-    }
+    const std::string tie = "equally many workers hold different states after the same syncs";
+    if (base) { beginning = LogBeginning{*base, members}; }
+    if (!base) { all ? stop("it is unclear whose checkpoints are right: " + tie) : say_waits(tie); }
 }
 
 // The run's first sync waits for all members.
@@ -134,6 +131,7 @@ inline void SyncLog::begin(const LogBeginning& beginning, double now) {
     }
     if (!(beginning.base == base())) { return fall_behind("does not hold the state the run begins with"); }
     phase = Phase::running;
+    is_proven.assign(slots.size(), true);  // the run begins with what it holds
     if (start.from_checkpoint) { checkpointed(start.positions); }
 }
 

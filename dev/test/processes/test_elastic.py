@@ -10,6 +10,7 @@ import functools
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -751,6 +752,18 @@ def test_a_worker_that_starts_when_all_have_ended_is_told_so(workers, ranks):
     run[2].start()
     assert run[2].status() == 0 and "have reached the end" in run[2].output().splitlines()[-ranks]
     assert not run[2].lines("end") and not list(run[2].folder.glob("worker_2/model_*"))
+
+
+def test_workers_that_all_start_afresh_in_a_run_that_has_ended_are_told_so(workers):
+    """None of them forgets that it has ended before it takes part again."""
+    run = workers(**FEW_PAYLOADS).start(0, 1)
+    assert [run[0].status(), run[1].status()] == [0, 0], run[0].output()
+    for worker in run.all:
+        shutil.rmtree(worker.folder, ignore_errors=True)
+        worker.start()
+    for worker in run.all:
+        assert worker.status() == 0 and "have reached the end" in worker.output(), worker.output()
+        assert not worker.lines("end")
 
 
 # -----------------------------------------------------------------------------------------------------------

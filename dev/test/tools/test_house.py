@@ -39,7 +39,7 @@ SIZES = {
     "files directly in llmc/": (25, None, lambda: len(files("llmc", deep=False))),
     "lines of streaming/ without elastic/": (3500, 3715, lambda: lines(STREAMING)),
     "lines of streaming/elastic/": (4000, None, lambda: lines(files("streaming/elastic"))),
-    "lines of the product": (21000, 26503, lambda: lines(
+    "lines of the product": (21000, 26511, lambda: lines(
         [ROOT / "train_gpt.cu", *files("llmc"), *files("streaming")])),
     "lines of README.md": (300, None, lambda: lines([ROOT / "README.md"])),
     "lines of the Makefile": (120, None, lambda: lines([ROOT / "Makefile"])),

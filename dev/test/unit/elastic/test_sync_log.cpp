@@ -273,7 +273,7 @@ TEST(SyncLog, over_a_bucket_a_sync_takes_few_requests_whoever_is_slower) {
             });
             ASSERT_NO_THROW(world.run());
             for (int w = 0; w < one.workers; w++) {
-                EXPECT_LE(world.requests_a_sync(w), one.workers == 2 ? 12 : 18) << w << ", seed " << seed;
+                EXPECT_LE(world.requests_a_sync(w), one.workers == 2 ? 13 : 18) << w << ", seed " << seed;
                 EXPECT_GE(world.requests_a_sync(w), 4) << w;  // lines, generation, trim
                 reads += world.reads_a_sync(w) / 5 / one.workers;
                 all += world.requests_a_sync(w) / 5 / one.workers;
@@ -1035,6 +1035,42 @@ TEST(SyncLog, workers_whose_checkpoints_differ_do_not_begin_with_either) {
     }
 }
 
+// A worker that was catching up when its store was emptied may have applied more syncs of one fragment than of others.
+TEST(SyncLog, a_run_begins_with_fragments_that_are_some_syncs_apart) {
+    std::vector<Fragment> fragments(2);
+    fragments[1].offset = 2;
+    const SyncSchedule schedule(fragments, 4);
+    SimulatedStore store(schedule, 4);
+    std::vector<std::unique_ptr<Driven>> workers;
+    for (int w = 0; w < 2; w++) {
+        LogStart start = Driven::start(w, schedule);
+        start.positions = {4, 1};
+        start.generation = "lost";
+        start.from_checkpoint = true;
+        workers.push_back(std::make_unique<Driven>(w, schedule, store, Driven::options(2, 2), start));
+    }
+    double now = 0;
+    std::vector<long> steps(2, 17);
+    std::string told;
+    for (int second = 0; second < 60; second++) {
+        now += 1;
+        for (size_t w = 0; w < 2; w++) {
+            Driven& one = *workers[w];
+            const LogTurn turn = one.log.turn(steps[w], now);
+            if (turn.kind == LogTurn::jump) { steps[w] = turn.step; }
+            if (turn.kind == LogTurn::go_on && steps[w] < 30) { one.shard.train(++steps[w]); }
+            one.show_life(now);
+            one.go_there_and_back(now);
+            for (const LogEvent& event : one.log.events()) {
+                if (event.kind == LogEventKind::needs_snapshot) { told += event.text + "\n"; }
+            }
+        }
+    }
+    EXPECT_EQ(told, "");
+    for (const auto& one : workers) { EXPECT_TRUE(one->log.is_running()) << one->log.helpless(); }
+    EXPECT_EQ(steps, (std::vector<long>{30, 30}));
+}
+
 TEST(SyncLog, a_start_that_died_before_the_run_began_is_no_member_of_it) {
     const SyncSchedule schedule(std::vector<Fragment>(1), 4);
     SimulatedStore store(schedule, 4);
@@ -1285,6 +1321,47 @@ struct LimitedStore : SimulatedStore {
     }
     bool is_full = false;
 };
+
+// Both lines are there when the store has no room left, and so nobody can write the entry: what is read then does
+// not mean that the store is back.
+TEST(SyncLog, a_store_that_stays_full_is_told_of_once_and_leaves_its_workers_helpless) {
+    const SyncSchedule schedule(std::vector<Fragment>(1), 4);
+    LimitedStore store(schedule, 4);
+    store.has_scripts = false;
+    std::vector<std::unique_ptr<Driven>> workers;
+    for (int w = 0; w < 2; w++) {
+        workers.push_back(std::make_unique<Driven>(w, schedule, store, Driven::options(2, 2)));
+    }
+    double now = 0;
+    const auto pass = [&] {
+        now += 1;
+        for (const auto& one : workers) { one->show_life(now), one->go_there_and_back(now); }
+    };
+    for (int second = 0; second < 9; second++) { pass(); }
+    for (long step = 0; step <= 4; step++) {
+        for (const auto& one : workers) {
+            if (step > 0) { one->shard.train(step); }
+            EXPECT_EQ(one->log.turn(step, now).kind, LogTurn::go_on);
+        }
+    }
+    pass();
+    store.is_full = true;
+    const auto lines = [&] { return store.in(workers[0]->log.current_generation() + "/0/sent/0").size(); };
+    ASSERT_EQ(lines(), 2u);
+    int lost = 0, away = 0;
+    for (int second = 0; second < 200; second++) {
+        pass();
+        for (const auto& one : workers) { EXPECT_EQ(one->log.turn(5, now).kind, LogTurn::wait); }
+        for (const LogEvent& event : workers[0]->log.events()) { lost += event.kind == LogEventKind::store_lost; }
+        away += !workers[0]->log.helpless().empty();
+    }
+    EXPECT_EQ(lost, 1);
+    EXPECT_GT(away, 190);
+    store.is_full = false;
+    for (int second = 0; second < 5; second++) { pass(); }
+    EXPECT_EQ(workers[0]->log.helpless(), "");
+    EXPECT_EQ(store.entries().size(), 1u);
+}
 
 // Two workers have begun a run; a third with other parameters needs a snapshot.
 struct Givers {
