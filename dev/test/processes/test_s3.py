@@ -274,7 +274,8 @@ def test_requests_are_signed_as_aws_documents_and_botocore_sign_them(tokens, tmp
         says(handler, status, text, headers)
 
     one = front(answer)
-    run_of_two(tokens, tmp_path, server, one.port, "signed * run")
+    for resumes in (0, 1):  # a worker that resumes removes its note that it has ended
+        run_of_two(tokens, tmp_path, server, one.port, "signed * run", **{"-y": resumes})
     kinds = {(method, "?" in path, "If-None-Match" in dict(headers)) for method, path, headers, _ in one.asked}
     assert len(kinds) >= 5 and len(one.asked) > 60
     for request in one.asked:
