@@ -59,7 +59,7 @@ build/options_cpu: OPTIONS = $(CXX) $(CXXFLAGS) $(LDLIBS)
 build/options_gpu: OPTIONS = $(NVCC) $(CUDA_FLAGS) $(PRECISION_FLAGS) $(GPU_CODE) $(GPU_HOST) $(GPU_LIBS)
 build/options_cpu: always | dependencies
 build/options_gpu: always | gpu_dependencies
-build/options_cpu build/options_gpu:
+build/options_cpu build/options_gpu build/options_unit:
 	@mkdir -p build
 	@echo "$(OPTIONS)" | cmp -s - $@ || echo "$(OPTIONS)" >$@
 

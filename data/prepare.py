@@ -12,8 +12,8 @@ every token a length byte and its bytes), and for bpe the tokenizer.json of Hugg
 
 A document is a file, a line of a .jsonl file, a chapter of the Bible, or a part between two
 <|endoftext|>; it begins with the end-of-text token. Pieces spread evenly over the text are held out for
-validation, so that both parts are of the same kind. Where a piece was cut out of a document, the next piece begins like a new document. A BPE
-vocabulary is trained on the training part alone.
+validation, so that both parts are of the same kind. Where a piece was cut out of a document, the next piece
+begins like a new document. A BPE vocabulary is trained on the training part alone.
 """
 import argparse
 import itertools

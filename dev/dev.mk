@@ -27,10 +27,8 @@ test_gpt_cpu: test_gpt.cu train_gpt.cu $(HEADERS) $(TEST_HEADERS) Makefile dev/d
 
 # Most unit tests take longer to compile than to run. For gdb: make build/unit_tests UNIT_OPTIMIZE="-O0 -g"
 UNIT_OPTIMIZE ?= -O1
+build/options_unit: OPTIONS = $(UNIT_OPTIMIZE)
 build/options_unit: always
-	@mkdir -p build
-	@echo "$(UNIT_OPTIMIZE)" | cmp -s - $@ || echo "$(UNIT_OPTIMIZE)" >$@
-
 build/unit/%.o: private OPTIMIZE_CPU = $(UNIT_OPTIMIZE)
 test_gpt_cpu build/encode: private OPTIMIZE_CPU = $(UNIT_OPTIMIZE)
 $(foreach room,$(UNIT_ROOMS),$(eval build/unit/$(room).o: $(wildcard dev/test/unit/$(room)/test_*.cpp)))

@@ -160,8 +160,7 @@ private:
     void orthogonalize(device::Matmul& matmul, floatX* values, Stream& main) {
         for (const LayerMatrix& m : matrices) {
             const float scale = 0.2f * std::sqrt(float(std::max(m.rows, m.columns)));  // Moonlight's
-            newton_schulz(scratch, matmul, values + m.offset, m.rows, m.columns, scale, main,
-                          m.count);
+            newton_schulz(scratch, matmul, values + m.offset, m.rows, m.columns, scale, main, m.count);
         }
     }
 

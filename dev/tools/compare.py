@@ -11,7 +11,7 @@ slower worker.
 import sys
 from pathlib import Path
 
-from metrics import Parser, UserError, exit_status, read_run, read_runs  # for other tools, too
+from metrics import Parser, UserError, exit_status, read_run, read_runs, tokens_of_step  # for other tools, too
 
 # --------------------------------------------------------------------------------------------------- measures
 
@@ -71,23 +71,30 @@ def sends_fp32(run):
     return of_a_step * run.ranks / (run.ranks - 1) / run.parameters > 7.99
 
 
+def seconds_waited(process):
+    return sum(line["waited_seconds"] for line in process.syncs)
+
+
+def longest_waiter(run, worker):
+    """The rank of the worker that waited longest."""
+    return max(run.of_worker(worker), key=seconds_waited)
+
+
 def waited(run, worker):
     """(seconds, fraction of the training time) of the rank that waited longest."""
-    seconds, process = max(((sum(line["waited_seconds"] for line in p.syncs), p) for p in run.of_worker(worker)),
-                           key=lambda one: one[0])
+    process = longest_waiter(run, worker)
+    seconds = seconds_waited(process)
     return seconds, seconds / sum(line["seconds"] for line in process.steps)
 
 
 def tokens_by_step(run):
-    """{step: tokens that all workers trained on in it}, from the lines that each process wrote as a rank 0. (The
-    counter `tokens` continues from another worker's where a resume adds workers, or begins at 0 again.)"""
+    """{step: tokens that all workers trained on in it}, from the lines that each process wrote as a rank 0."""
     found = {}
     for lines in run.logs:
         ranks = [(line.get("step", 0), line["rank"]) for line in lines["run"] + lines["resume"]]
         for line in lines["step"]:
             if [rank for begin, rank in ranks if begin < line["step"]][-1] == 0:
-                count = round(line["tokens_per_second"] * line["seconds"])
-                found[line["step"]] = found.get(line["step"], 0) + count
+                found[line["step"]] = found.get(line["step"], 0) + tokens_of_step(line)
     return dict(sorted(found.items()))
 
 

@@ -72,6 +72,12 @@ def parse(line):
     return fields
 
 
+def tokens_of_step(line):
+    """Tokens that a worker trained on in one step. (The counter `tokens` continues from another worker's where a resume
+    adds workers, and begins at 0 again where an elastic worker returns without a checkpoint.)"""
+    return round(line["tokens_per_second"] * line["seconds"])
+
+
 def check_version(fields, path):
     """Checks the version in a run's first line."""
     if fields.get("version") not in VERSIONS:

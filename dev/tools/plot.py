@@ -22,7 +22,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from compare import bytes_by_step, bytes_sent, hellaswag_accuracy, peak, size_text, tokens_by_step, validation_loss
+from compare import (bytes_by_step, bytes_sent, hellaswag_accuracy, longest_waiter, peak, size_text, tokens_by_step,
+                     validation_loss)
 from metrics import Parser, Run, UserError, exit_status, read_runs, require
 
 require("matplotlib")
@@ -185,7 +186,7 @@ def draw_cosines(axes, one):
 
 def waits(run, worker):
     """(steps, seconds so far) of the rank whose total wait is longest."""
-    process = max(run.of_worker(worker), key=lambda one: sum(line["waited_seconds"] for line in one.syncs))
+    process = longest_waiter(run, worker)
     seconds = itertools.accumulate(line["waited_seconds"] for line in process.syncs)
     return [line["apply_step"] for line in process.syncs], list(seconds)
 

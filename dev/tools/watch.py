@@ -32,7 +32,7 @@ import time
 from collections import defaultdict, deque
 from pathlib import Path
 
-from metrics import GrowingLog, Parser, UserError, exit_status, log_name
+from metrics import GrowingLog, Parser, UserError, exit_status, log_name, tokens_of_step
 
 MINUTE = 60           # seconds of log over which rates and waits are taken
 KEPT_STEPS = 5000     # steps kept of each process, for rates and the line of losses
@@ -177,8 +177,7 @@ class ProcessView:
         """By the log's times if there are two steps, so that evaluations and checkpoints are included."""
         recent = self.last_minute()
         if len(recent) > 1 and recent[-1]["time"] > recent[0]["time"]:
-            tokens = sum(line["tokens_per_second"] * line["seconds"] for line in recent[1:])  # `tokens` may begin anew
-            return tokens / (recent[-1]["time"] - recent[0]["time"])
+            return sum(map(tokens_of_step, recent[1:])) / (recent[-1]["time"] - recent[0]["time"])
         return self.steps[-1]["tokens_per_second"] if self.steps else None
 
     def step_seconds(self):

@@ -24,7 +24,7 @@ inline void muon_direction(float* direction, float* m, const float* grad, long c
     }
 }
 
-// out = inp / |inp|, the Frobenius norm.   out, inp: (count)   norm_squared: (1), scratch
+// out = inp / |inp|, the Frobenius norm, of each of a batch.   out, inp: (batch,count)   norm_squared: (1)
 inline void muon_normalize(float* out, float* norm_squared, const float* inp, long count, Stream& stream,
                            int batch = 1) {
     for (; batch > 0; batch--, out += count, inp += count) {
@@ -35,7 +35,7 @@ inline void muon_normalize(float* out, float* norm_squared, const float* inp, lo
     }
 }
 
-// out = scale (a I + b gram + c square).   out, gram, square: (side,side)
+// out = scale (a I + b gram + c square).   out, gram, square: (batch,side,side)
 inline void newton_schulz_polynomial(float* out, const float* gram, const float* square, int side,
                                      float scale, Stream&, int batch = 1) {
     #pragma omp parallel for

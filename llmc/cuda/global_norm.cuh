@@ -37,7 +37,8 @@ __global__ void __launch_bounds__(norm_threads)
     if (threadIdx.x == 0) { out[blockIdx.x] = float(sum); }
 }
 
-// *out = sum of values[i]^2.   values: (count), float or bf16, count a multiple of 4, 16-byte aligned
+// out[b] = sum of values[b][i]^2.   out: (batch)   values: (batch,count), float or bf16, 16-byte aligned,
+// count a multiple of 4
 template <class T>
 void global_norm_squared(float* out, const T* values, long count, Stream& stream, int batch = 1) {
     require(count % 4 == 0 && are_aligned({values}));

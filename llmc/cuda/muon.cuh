@@ -87,8 +87,8 @@ inline void muon_direction(floatX* direction, float* m, const float* grad, long 
            step, grad_scale);
 }
 
-// out = inp / |inp|, the Frobenius norm.   out, inp: (count), count a multiple of 4, 16-byte aligned
-// norm_squared: (1), scratch
+// out = inp / |inp|, the Frobenius norm.   out, inp: (batch,count), each by itself, count a multiple of 4,
+// 16-byte aligned   norm_squared: (batch), scratch
 inline void muon_normalize(floatX* out, float* norm_squared, const floatX* inp, long count, Stream& stream,
                            int batch = 1) {
     require(are_aligned({out}));  // global_norm_squared requires the rest
@@ -97,8 +97,8 @@ inline void muon_normalize(floatX* out, float* norm_squared, const floatX* inp, 
            count, norm_squared);
 }
 
-// out = scale (a I + b gram + c square).   out, gram, square: (side,side), side a multiple of 4, 16-byte
-// aligned
+// out = scale (a I + b gram + c square).   out, gram, square: (batch,side,side), side a multiple of 4,
+// 16-byte aligned
 inline void newton_schulz_polynomial(floatX* out, const floatX* gram, const floatX* square, int side,
                                      float scale, Stream& stream, int batch = 1) {
     require(side % 4 == 0 && are_aligned({out, gram, square}));
